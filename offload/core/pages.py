@@ -73,7 +73,7 @@ def map_memory(nbytes: int) -> torch.Tensor:
     if TAKES_ADVICE and nbytes >= HUGE_PAGE:
         spare = HUGE_PAGE  # to align the start, never touched
     start = 0
-    # At least one byte: mmap and `frombuffer` refuse 0.
+    # mmap and `frombuffer` refuse 0 bytes.
     mapping = _map_private(max(nbytes, 1) + spare)
     if spare:
         start = -np.frombuffer(mapping, np.uint8).ctypes.data % HUGE_PAGE
@@ -91,8 +91,8 @@ def map_memory(nbytes: int) -> torch.Tensor:
 def _map_private(nbytes: int) -> mmap.mmap:
     if not TAKES_ADVICE:
         return mmap.mmap(-1, nbytes)
-    # Python maps shared memory by default. There, Linux refuses MADV_WIPEONFORK, and has no huge
-    # pages in its default configuration.
+    # Python maps shared memory by default. For shared memory, Linux refuses MADV_WIPEONFORK and, in
+    # its default configuration, uses no huge pages.
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # After a fork, copy-on-write would move pages while the device copies from them, or copy them
     # to a child without need. MADV_DONTFORK does not work here: the child reuses the addresses, and
@@ -150,7 +150,7 @@ def keep_freed_memory() -> None:
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
-    # Both, because setting one ends glibc's own adjustment of the other, from 128 KB upwards.
+    # Both are set, because after one call glibc no longer raises the other one above 128 KB.
     libc.mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
     libc.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
 
@@ -226,7 +226,7 @@ class LockedBlocks:
             if self._driver is None or self._refused or _place(block) in self._blocks:
                 return False
             if filled is not None:
-                # From the first page without written bytes, so no byte of the block is overwritten.
+                # `in_pages` rounds up, so no written byte is overwritten.
                 host_bytes(block)[in_pages(filled) :: mmap.PAGESIZE] = 0
             try:
                 self._blocks[_place(block)] = _lock(self._driver, block)

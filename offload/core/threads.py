@@ -92,7 +92,7 @@ class ThreadSync:
         while not self._ends(fetch, None if poll is None else CANCEL_POLL_S):
             assert poll is not None
             poll()  # without the lock, which the producer needs
-        # A fetch that was issued counts, even if the run has been stopped meanwhile.
+        # A fetch that was issued is valid, even if the run has been stopped meanwhile.
         if fetch not in self._issued:
             raise RunStopped
 
@@ -168,7 +168,7 @@ class RunThread:
         except RunStopped:
             self._ended.set_result(None)
         except BaseException as err:  # noqa: BLE001 - `result` raises it again on the compute thread
-            # First: `failed` wakes threads, and they look for this error.
+            # The error is set first, because `_failed` wakes threads and they look for the error.
             self._ended.set_exception(err)
             self._failed()
         else:
@@ -188,7 +188,7 @@ def torch_thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
 
 def _use_one_torch_thread() -> None:
     """Limit torch to one thread for calls from this thread."""
-    # One thread at a time: a second one could find 1 as the usual number.
+    # Without the lock, a second thread could read 1 as the usual number.
     with _setting:
         usual = torch.get_num_threads()
         torch.set_num_threads(1)

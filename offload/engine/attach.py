@@ -100,7 +100,7 @@ def hook_module(
         always: call `after` when the forward has raised, too.
     """
 
-    # Neither returns a value, because torch would take it for new arguments or a new output.
+    # Neither hook returns a value: torch would use the value as new arguments or as the output.
     def enter(module: nn.Module, args: object) -> None:
         before()
 
@@ -158,7 +158,7 @@ class ForwardHooks:
         calls = PassCalls(stack, PassOrders(blocks=self._sizes[stack]), count)
         session = StreamSession(calls, lambda: self._engine)
         session.begin()
-        # Only now: a session that could not begin has closed itself.
+        # A session that could not begin has closed itself, and is not kept.
         self._session = session
         self._stack = stack
 
@@ -183,14 +183,14 @@ class ForwardHooks:
         assert self._session is not None
         self._session.end_visit()
         due = self._session.due
-        # With block 0 due, this pass is over, and another one is predicted.
+        # If block 0 is due, this pass is over and another one is predicted.
         if due is None or due.block == 0:
             self._session.end_pass()
         if due is None:
             self._close()
 
     def _close(self) -> None:
-        # Cleared first: after an error in `close`, the next forward starts another session.
+        # The field is cleared first: after an error in `close`, the next forward begins a session.
         session, self._session = self._session, None
         if session is not None:
             session.close()

@@ -255,7 +255,7 @@ class ResidentTensors:
 
 
 def _install(entries: list[_Entry]) -> None:
-    # Emptied, so nothing but the modules refers to the copies, and `restore` frees them.
+    # The list is emptied. Otherwise it would keep the copies alive after `restore`.
     while entries:
         tensors, name, tensor = entries.pop()
         tensors[name] = tensor

@@ -167,7 +167,7 @@ class BlockPool:
             changed = self.patches.changed(prepared)
             if not changed:
                 return
-            # Copies of the former factors may be in progress, and `replace` frees their memory.
+            # `replace` frees the former factors' memory, and copies from there may be in progress.
             self.backend.settle()
             for index, key in self.contents().items():
                 if key in changed:
@@ -178,7 +178,7 @@ class BlockPool:
                 for key in changed:
                     # These views point to the former patch's factors.
                     buffer.views.pop(key, None)
-                # Too small for the new factors behind the block.
+                # This buffer has no space for the new factors behind the block.
                 if 0 < buffer.nbytes < buffer.capacity + self.patches.tail_bytes:
                     _free_buffer(buffer)
 
@@ -217,7 +217,7 @@ class BlockPool:
             return 0
         kept = {index for index, key in self.contents().items() if self._residency.keeps(*key)}
         idle = (buffer for buffer in self.buffers if buffer.index not in kept)
-        # As many bytes as these have: they come first in the eviction order.
+        # Idle buffers come first in the eviction order, so these bytes free exactly the idle ones.
         return self.release_memory(sum(buffer.nbytes for buffer in idle))
 
     def release_passing_blocks(self) -> None:
@@ -235,7 +235,7 @@ class BlockPool:
             for buffer in self.buffers:
                 if buffer.index not in kept:
                     _free_buffer(buffer)
-            # Twice: the first call frees the staging slots, and new ones have no memory yet.
+            # The first call frees the staging slots. The second one adds new slots without memory.
             self.ram.resize(self._ram_residency, 0)
             self.ram.resize(self._ram_residency, self.route.staging)
 
@@ -281,7 +281,7 @@ class BlockPool:
             self.ram.resize(ram_residency, self.route.staging)
             self._residency = residency
             self._ram_residency = ram_residency
-            # Kept buffers come first, so the capacities have another order than in the plan.
+            # Kept buffers come first, so the order differs from the planned capacities.
             self._sizes = replace(sizes, capacities=tuple(buffer.capacity for buffer in kept))
 
     def restore_buffers(self, program: TransferProgram) -> None:
@@ -328,7 +328,7 @@ class BlockPool:
         with self._claimed():
             self.backend.close()
             self.drop_buffers()
-            # It would keep the closed backend alive as long as this pool.
+            # The former finaliser would keep the closed backend alive as long as this pool.
             self._dropped.detach()
             self.route.meet(sharded)
             self._start_backend()
@@ -371,7 +371,7 @@ class BlockPool:
             binding.restore()
         for tensors in self._resident_tensors:
             tensors.restore()
-        # After `ram.close`, because pages of the source's tensors may be locked until then.
+        # `ram.close` unlocks pages of the source's tensors, so the source closes afterwards.
         self._source.close()
         if failed is not None:
             raise failed

@@ -181,7 +181,7 @@ class PassCalls:
 
     def predicted(self, visited: Sequence[int]) -> tuple[Visit, ...]:
         """Return the predicted rest of the present pass, and the passes after it."""
-        # `passes` includes the present one, and numbers start at 0.
+        # `passes` includes the present pass, and pass numbers start at 0.
         number = self.passes - self._in_pass
         after = max(0, self._expected - number - 1)
         return predict_visits(self.orders, self._stack, visited, passes_after=after, number=number)
@@ -224,7 +224,7 @@ class PassCalls:
         order = tuple(visited)
         if is_whole:
             self.orders = self.orders.learn(order)
-        # A failed attempt is ended without blocks, and leaves no entry.
+        # A failed attempt has no blocks here, and gets no entry.
         if is_whole or order:
             self.course.append(order)
         else:
@@ -357,7 +357,7 @@ class StackCalls:
     def _follows(self) -> bool:
         """Return False, and forget the earlier run, if the pass was predicted for another stack."""
         place = self._number - self._planned_from
-        # Empty behind the last planned pass: nothing else was predicted there.
+        # The slice is empty after the last planned pass: no other stack was predicted there.
         follows = self._planned[place : place + 1] in {(), (self._stack,)}
         if not follows:
             self._known = ()

@@ -125,7 +125,7 @@ class OffloadEngine(BlockPool, AbstractContextManager["OffloadEngine"]):
             RuntimeError: a run is active. It continues.
         """
         if self._forward_hooks is not None:
-            # First: a session that is still open reserves the engine, and `detach` would refuse.
+            # A session that is still open reserves the engine, and `detach` would raise.
             self._forward_hooks.remove()
         super().detach()
 

@@ -130,14 +130,14 @@ def _torch_states(device: torch.device) -> list[Callable[[], AbstractContextMana
         dtype = torch.get_autocast_dtype(kind)
         states.append(partial(torch.autocast, kind, dtype=dtype, cache_enabled=cached))
     if default.type != "cpu":
-        # A torch.device is a context too: new tensors are created there.
+        # As a context, a torch.device is the default device for new tensors.
         states.append(lambda: default)
     return states
 
 
 @contextmanager
 def _on_stream(runtime: DeviceRuntime, stream: Stream) -> Iterator[None]:
-    # As in `RunThread`: leaving a stream would create a context on device 0.
+    # Otherwise leaving a stream would create a context on device 0, as in `RunThread`.
     runtime.enter_thread()
     with runtime.on_stream(stream):
         yield
@@ -175,7 +175,7 @@ class Lockstep:
             self._lanes = []
             if self._session.state is SessionState.VISITING:  # after an error
                 self._session.end_visit()
-        # Not after an error: the session would learn an incomplete order.
+        # This is not reached after an error. Otherwise the session would learn an incomplete order.
         self._session.end_pass()
         return [lane.result() for lane in lanes]
 

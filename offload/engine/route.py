@@ -140,7 +140,7 @@ class Route:
             if self.gathering is not None:
                 return GatherCudaBackend(*blocks, self._runtime, self.gathering)
             return CudaBackend(*blocks, self._runtime)
-        # Devices without streams too: their blocks are decoded in RAM.
+        # Other devices without streams need this, too: their blocks are decoded in RAM.
         keep_freed_memory()
         if self.gathering is not None:
             return GatherCpuBackend(*blocks, self.gathering)

@@ -198,7 +198,7 @@ class EngineRun:
             fetch = self.program.fetches[number]
             self._finish_block(number, pending, self._clock.mark())
             buffer = self._pool.buffers[fetch.buffer]
-            # As in a visit, so `end_run` keeps the block.
+            # The block counts as visited, so `end_run` keeps it.
             buffer.acquire(fetch.block)
             buffer.release(last=True)
 
@@ -272,7 +272,7 @@ class EngineRun:
         key = visit.key
         try:
             if number >= PACE:
-                # The oldest end here is `PACE` visits ago, so the host gets no further ahead.
+                # The oldest end is from `PACE` visits ago, so the host never gets further ahead.
                 self._clock.wait_for(self._recent_ends[0])
             if self._ranges is not None:
                 self._range = self._ranges.start(f"{visit.expert} {visit.block}")
@@ -387,13 +387,13 @@ class EngineRun:
             self._ram.read_straight(number, key.stored, memory)
         else:
             assert slot.key is not None, f"slot {slot.index} was taken, but it is empty"
-            # The key from the slot, so `fetched` differs from the program if the slot is wrong.
+            # The key is the slot's own. With a wrong slot, `fetched` then differs from the program.
             key, stored = slot.key._replace(patch=fetch.block.patch), slot.memory
         patch = self._pool.patches.get(key)
         slot_patch = None
         if slot is not None and slot.patch.patch is not None:
             assert slot.patch.patch is patch, f"slot {slot.index} has another patch of {key}"
-            # The slot's bytes have the patch already.
+            # The slot's bytes include the patch already.
             patch = None
         if patch is not None:
             self._factor_bytes[number] = patch.layout.nbytes
@@ -405,7 +405,7 @@ class EngineRun:
         self._pending_blocks[number] = self._pool.backend.copy_in(copy)
         buffer.issued()
         self.fetched.append(fetch._replace(block=key, buffer=buffer.index))
-        # Last: the compute thread takes the pending block and acquires the buffer at once.
+        # This comes last: the compute thread then takes the block and acquires the buffer at once.
         self._sync.note_issued(number)
 
 

@@ -203,7 +203,7 @@ class StreamSession:
             visit = self._calls.visit(block)
         if self._poll is not None:
             self._poll(visit)
-        # First, so a new prediction begins behind this block.
+        # The block is appended first, so a new prediction begins behind this block.
         self._visited.append(block)
         if not is_due:
             self._surprise()
@@ -312,7 +312,7 @@ class StreamSession:
         self.state = SessionState.PREDICTED
 
     def _end_program(self, error: BaseException | None = None) -> None:
-        # Cleared first: if the exit raises, the next call still starts another program.
+        # The field is cleared first: if the exit raises, the next call still starts a program.
         run, self._run = self._run, None
         if run is None:
             return

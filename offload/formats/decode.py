@@ -218,7 +218,7 @@ def _of_microscaled(
     codes = stored[:count].view(shape[0], -1)
     scales = group_scales(stored[count:], packing, shape).unsqueeze(-1)
     if scale is not None:
-        # Both scales first, as in `microscaled_kernel`: another order rounds to other bits.
+        # `microscaled_kernel` also multiplies both scales first. Another order has other bits.
         scales = scales * scale
     if packing.bits == 4:
         return _in_groups(_look_up(codes, packing, into, constants), scales, packing.values)

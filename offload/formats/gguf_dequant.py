@@ -30,7 +30,7 @@ def dequantise(groups: torch.Tensor, packing: QuantFormat, into: torch.Tensor) -
 def _q4_0(groups: torch.Tensor, into: torch.Tensor) -> None:
     """Write `d (q - 8)`: fp16 d, then 16 bytes with two q each, low bits for the first half."""
     q = _nibbles(groups[:, 2:].unsqueeze(1))
-    # As int8, because uint8 wraps below 0.
+    # uint8 would wrap below 0.
     _scaled(q.view(torch.int8).sub_(8).view(-1, 32), _half(groups, 0), into)
 
 
@@ -70,7 +70,7 @@ def _q2_k(groups: torch.Tensor, into: torch.Tensor) -> None:
     """
     scales = groups[:, :16]
     q = _quarters(groups[:, 16:80].reshape(-1, 2, 32))
-    # d and m are at bytes 80 and 82.
+    # d and m are at bytes 80 and 82: fp16 numbers 40 and 41.
     scale = ((scales & 15) * _half(groups, 40)).unsqueeze(-1)
     minimum = ((scales >> 4) * _half(groups, 41)).unsqueeze(-1)
     _scaled(q.view(-1, 16, 16), scale, into.view(-1, 16, 16), minimum=minimum)

@@ -74,7 +74,7 @@ class HeaderCursor:
     """
 
     def __init__(self, path: Path, file: BufferedReader) -> None:
-        # From the open file, because the path may name a newer one by now.
+        # The version is the open file's, because the path may name a newer file by now.
         self.version = FileVersion.of(os.fstat(file.fileno()))
         self.position = 0
         self.start = file.read(KIND_BYTES)
@@ -200,7 +200,7 @@ def _check_start(cursor: HeaderCursor) -> None:
     if not cursor.start.startswith(GGUF_START) or len(cursor.start) < START_BYTES:
         raise cursor.error(other_format("GGUF", cursor.start, cursor.version.nbytes))
     version = cursor.take(START_BYTES)[len(GGUF_START) :]
-    # The magic number is text in either byte order, so only the version shows it.
+    # The magic number is text in either byte order. Only the version shows the byte order.
     if int.from_bytes(version, "big") in VERSIONS:
         raise cursor.error("is a big-endian GGUF file; only little-endian ones can be read")
     found = int.from_bytes(version, "little")
@@ -313,7 +313,7 @@ def _check_offsets(
             raise cursor.damaged(f"overlapping tensors {before!r} and {name!r}")
         end = entry.offset + entry.nbytes
         before = name
-    # A file without tensors may end before the alignment does.
+    # A file without tensors may end before `data_start`, without the padding.
     if data_start + end > cursor.version.nbytes and entries:
         raise cursor.error(
             f"is truncated: has {cursor.version.nbytes} of {data_start + end} bytes; download it "

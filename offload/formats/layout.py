@@ -188,7 +188,7 @@ def block_format(
         if name in decoded:
             continue
         is_plain = packing is None and name not in scaled
-        # The fp32 scale follows the codes, at a multiple of 4 bytes.
+        # The fp32 scale follows the codes, and must start at a multiple of 4 bytes.
         if is_plain and dtype in multiplied and math.prod(shape) % 4 == 0:
             kept[name] = EightBit(dtype=dtype, by_row=False)  # a plain cast, whose scale is 1
         elif isinstance(packing, EightBit) and packing.dtype in multiplied and not packing.block:

@@ -157,7 +157,7 @@ def refusal(form: StoredForm, dtype: torch.dtype, device: torch.device, eager: E
                 return f"{form.name} needs {needed}"
             reason = _fault(form, dtype, device, eager)
     except Exception as err:
-        # Raised, and so not cached: the next call tests the kernel again.
+        # Errors are not cached, unlike a reason: the next call tests the kernel again.
         if isinstance(err, RuntimeError) and (is_out_of_memory(err) or is_broken_device(err)):
             raise
         reason = f"it fails with {_line(err)}"

@@ -14,14 +14,14 @@ from .packing import UNIT
 
 _UNIT = tl.constexpr(UNIT)
 _LOW_LEVELS, _HIGH_LEVELS = (
-    # Eight signed bytes, the first in the lowest bits.
+    # Each number packs eight signed bytes, the first in the lowest bits.
     tl.constexpr(int.from_bytes((level & 255 for level in half), "little", signed=True))
     for half in (LEVELS[:8], LEVELS[8:])
 )
 
 
-# Sizes differ between matrices. By default, Triton would compile again for 1 and for multiples of
-# 16, and for pointers at such an address.
+# By default, Triton compiles a kernel again for sizes of 1, for multiples of 16, and for pointers
+# aligned to 16 bytes. Sizes differ between matrices, so this would happen during a run.
 @triton.jit(do_not_specialize=["scales", "units", "units_per_scale"])
 def codes_kernel(
     stored,
@@ -159,7 +159,7 @@ def groups_kernel(
 @triton.jit
 def _units(units, UNITS: tl.constexpr):
     """Return this program's first unit, its unit numbers from there, and which units exist."""
-    # In 64 bits: a place in a large matrix may exceed 2**31.
+    # A position in a large matrix may exceed 2**31, so it has 64 bits.
     first = tl.program_id(0).to(tl.int64) * UNITS
     unit = tl.arange(0, UNITS)[:, None]
     return first, unit, first + unit < units
@@ -180,7 +180,7 @@ def _rounded(values, into, BY_BITS: tl.constexpr):
     if BY_BITS and into.dtype.element_ty == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        # NaN differs from itself, and rounding could carry into the sign.
+        # NaN differs from itself. Rounding would carry into the sign for some NaN.
         rounded = tl.where(values == values, rounded, 0x7FFF)
         rounded = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:

@@ -85,7 +85,7 @@ class DeviceSlots(SlotMemory):
         if self._host_buffer is None or self._host_buffer.numel() < nbytes:
             self.locked.release()
             self._host_buffer = map_memory(nbytes)
-            # Touched before it is locked: the driver would fault in the pages one by one.
+            # The memory is touched first: otherwise the driver would fault in the pages one by one.
             self._host_buffer.zero_()
             self.locked.add(self._host_buffer)
         return self._host_buffer[:nbytes]

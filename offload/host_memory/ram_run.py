@@ -83,7 +83,7 @@ class RamRun:
         With `whole_blocks`, reads in progress finish their block, and the next run finds it in the
         slot.
         """
-        # A later cancel still cuts them short, and no later call takes a cancel back.
+        # Once a call has cut the reads short, a later one with `whole_blocks` does not undo this.
         self._cuts_reads = self._cuts_reads or not whole_blocks
         self._sync.stop()
 
@@ -184,7 +184,7 @@ class RamRun:
                 if span is not None:
                     self._spans[fetch.needed_by] = span
                 self._read.add(number)
-            # After the span is stored, because the compute thread may look for it now.
+            # The span is stored before this, because the compute thread may read it from now on.
             self._sync.note_issued(number)
 
     def _take_number(self) -> int | None:

@@ -161,7 +161,7 @@ class RamSlot(BlockStorage):
 
     def end_run(self) -> None:
         """End the run. A finished read has left a complete block, even if no fetch has taken it."""
-        # Before the general rule, which empties a buffer in this state.
+        # The base class would empty a buffer in this state.
         if self.state is BufferState.ISSUED:
             self.state = BufferState.DONE
         super().end_run()
@@ -394,7 +394,7 @@ class RamSlots:
             memory.drop(slot)
 
     def _memories(self) -> tuple[SlotMemory, ...]:
-        # Both may be one object, whose bytes count once.
+        # Both may be the same object, and the bytes must count once.
         return tuple(dict.fromkeys((self._staging, self._resident)))
 
 

@@ -255,7 +255,7 @@ def _join(place: Path, nbytes: int) -> tuple[FileLock, mmap.mmap]:
         try:
             if lock.try_exclude():
                 # The first process: contents left by killed ones are not valid.
-                # Down to 0 first: all pages, with the marks of filled blocks, are zeros afterwards.
+                # Truncation to 0 zeroes all pages, including the marks for filled blocks.
                 os.ftruncate(lock.descriptor, 0)
                 os.ftruncate(lock.descriptor, nbytes)
             lock.share()

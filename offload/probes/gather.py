@@ -32,7 +32,7 @@ def probe_gather(gather: Gather, device: torch.device, block_bytes: int) -> dict
     most = CPU_PROBE_BYTES if device.type == "cpu" else PROBE_BYTES
     shard = shard_bytes(min(block_bytes, most), gather.size)
     host = map_memory(shard * gather.size)
-    # Touched, so no page fault is measured.
+    # Every page is touched first, so no page fault is measured.
     host.zero_()
     copied, gathered = (
         torch.empty(host.numel(), dtype=torch.uint8, device=device) for _ in range(2)

@@ -82,7 +82,7 @@ class RangeSource(BlockSource, Protocol):
         """
 
 
-# `bool()` is False, so a read outside `reads_until` is never stopped.
+# The default `bool` returns False, so a read outside `reads_until` is never stopped.
 _is_stopped: ContextVar[Callable[[], bool]] = ContextVar("is_stopped", default=bool)
 """Returns True when this thread should stop reading. A context variable, because sources read from
 each other."""
@@ -144,7 +144,7 @@ class ReadThreads:
             if self._closed:
                 raise SourceError("the source was closed; open it again to read from it")
             pool = self._pool = self._pool or self._start(self.count)
-        # Read here, because threads in a pool do not share this thread's context.
+        # The variable is read here, because pool threads do not have this thread's context.
         is_stopped = _is_stopped.get()
         futures = [
             pool.submit(_work_off, queue, is_stopped) for _ in range(min(self.count, len(queue)))

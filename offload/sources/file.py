@@ -103,7 +103,7 @@ class FileSource(RangeSource):
         digest = hashlib.sha256()
         for key, tensors in self._blocks.items():
             for name, tensor in tensors.items():
-                # A tensor as text has the file version, so a changed file has another digest.
+                # The text includes the file version, so a changed file has another digest.
                 digest.update(repr((key, name, tensor, tensor.path.absolute())).encode())
         return digest.hexdigest()
 

@@ -54,7 +54,7 @@ def quantised_packings(stored: layout.BlockFormat, storage: Storage) -> dict[str
     """
     packings: dict[str, EightBit] = {}
     for tensor in stored.stored.tensors:
-        # The fp32 scales follow the codes, at a multiple of 4 bytes.
+        # The fp32 scales follow the codes, and must start at a multiple of 4 bytes.
         if tensor.packing is not None or math.prod(tensor.shape) % 4:
             continue
         plain = tensor.dtype in quantise.QUANTISABLE_DTYPES

@@ -78,7 +78,7 @@ class StoredTensor(torch.Tensor):
         values = 1 + sum(
             (size - 1) * stride for size, stride in zip(self.shape, self.stride(), strict=True)
         )
-        # From the first to the last value of the view, with all values between them.
+        # The span covers everything from the first to the last value in the view.
         span = self.shadow.as_strided((values,), (1,))
         values_of_span = StoredTensor(self.place, span).read()
         return values_of_span.as_strided(self.shape, self.stride(), 0).clone()
@@ -117,7 +117,7 @@ class StoredTensor(torch.Tensor):
                 f"{schema.name}: a tensor that is in its file cannot be changed: clone it first"
             )
         if schema.name.partition("::")[2] in _WITHOUT_VALUES:
-            # The arguments below are on `meta`, and the result must not be.
+            # The arguments below are on `meta`. The result would be there, too.
             named["device"] = named.get("device") or "cpu"
             return function(*tree_map(_shadow, args), **tree_map(_shadow, named))
         is_view = any(each.alias_info is not None for each in schema.returns)

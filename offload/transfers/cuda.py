@@ -125,7 +125,7 @@ class CudaStreams(TransferBackend):
         bus.
         """
         start = self._runtime.event(timing=True)
-        # Blocking: a thread that waits for it sleeps instead of spinning on a core.
+        # A thread that waits for a blocking event sleeps instead of spinning on a core.
         copied = self._runtime.event(timing=True, blocking=True)
         with self._runtime.on_stream(self._copies):
             for event in after:
@@ -276,7 +276,7 @@ class GatherCudaBackend(CudaStreams):
         runtime: DeviceRuntime,
         gathering: Gathering,
     ) -> None:
-        # Before the base class, whose constructor calls `_bytes_on_device`.
+        # The base class's constructor calls `_bytes_on_device`, so this comes first.
         self._gathering = gathering
         super().__init__(source, patches, runtime)
         if not gathering.sharded.on_device:
@@ -307,7 +307,7 @@ class GatherCudaBackend(CudaStreams):
         with self._runtime.on_stream(self._gathers):
             if copied is not None:
                 self._gathers.wait_event(copied[1])
-            # On this stream, because the decoding waits for `gathered`.
+            # The scales are copied on this stream, because the decoding waits for `gathered`.
             scales = self._scales_on_device(key.stored, self._gathers)
             if fmt.is_raw:
                 self._gathers.wait_event(free)
@@ -322,7 +322,7 @@ class GatherCudaBackend(CudaStreams):
         if fmt.is_raw and patch is None:
             return PendingBlock(wait=self._wait_for(gathered), copied=copied)
         if patch is not None:
-            # On this stream, behind the last decoding that read these factors.
+            # On this stream, the copy follows the last decoding that read the slot's factors.
             with self._runtime.on_stream(self._decodings):
                 copy_to_device(slot.factors[: patch.layout.nbytes], patch.memory)
         decoded = self._decode(copy, slot, scales, after=(free, gathered))

@@ -58,7 +58,7 @@ class SlotPatch:
     def writing(self, patch: StagedPatch) -> Iterator[None]:
         """Write the patched block over the source's bytes, or issue the copy."""
         assert self.patch is None, "the slot has a patch already"
-        # Without `finally`: after an error the bytes remain marked as useless.
+        # There is no `finally`: after an error the bytes must remain marked as useless.
         self.is_partial = True
         yield
         self.is_partial = False
@@ -216,7 +216,7 @@ class StagedPatches:
         after = _distinct(prepared)
         for staged in before:
             if staged not in after:
-                # First: an unlocked block makes room, and allows another attempt after a refusal.
+                # Old patches go first: unlocking makes room, and permits attempts after a refusal.
                 self.locked.remove(staged.memory)
         for staged in after:
             if staged not in before:
