@@ -108,7 +108,7 @@ class BlockCosts:
             bus_bytes_per_s=machine.load_bytes_per_s,
             block_bytes=self.stored_bytes,
             visit_s=visit_s,
-            # Quantising included: the simulator has no queue for it.
+            # This rate includes quantising, because the simulator has no queue for it.
             disk_bytes_per_s=self.file_bytes / self.read_seconds(machine),
             file_bytes=self.file_bytes,
             decode_s=self.decodes * self.computed_bytes / machine.decode_bytes_per_s,
@@ -211,7 +211,7 @@ def measured_costs(
         step_overhead_s=max(0.0, measured.wall_s - measured.compute_s - moved.stall_s) / passes,
         disk_bytes_per_s=disk or bus or 1.0,
         file_bytes=blocks.stored_bytes,
-        # Moved bytes divided by the largest block: fetches, if all blocks were that large.
+        # The divisor is the number of fetches if all blocks were as large as the largest.
         decode_s=measured.decode_s / (moved.bytes_moved / blocks.stored_bytes),
         decode_computes=blocks.decodes and not has_bus,
         sizes=blocks.sizes,

@@ -83,7 +83,7 @@ class Machine:
         tables = {name: figures.pop(name) for name in _TABLES}
         missing: dict[str, Any] = {"attention_flops_per_s": None}
         if not self.has_bus:
-            # These stand for figures that a CPU lacks. Every other value is checked.
+            # A CPU lacks these figures, and these values stand for them. Other values are checked.
             missing |= {"vram_bytes": 0, **dict.fromkeys(_BUS)}
         for name, value in figures.items():
             if name not in missing or value != missing[name]:
@@ -147,7 +147,7 @@ class Machine:
             computes_on = figures.pop("computes_on")
             if computes_on not in _COMPUTES_ON:
                 raise ValueError(f"computes_on is {computes_on!r}, choose one of {_COMPUTES_ON}")
-            # Also for a CPU: the fields must be there, and `cls` does not take them.
+            # A CPU's data must have these fields, too, and `cls` does not take them.
             bus: Bus | None = Bus(**{name: figures.pop(name) for name in _BUS})
             # Profiles from older versions lack some of these.
             rates = {name: figures.pop(name) for name in _BLOCK if name in figures}
@@ -229,7 +229,7 @@ class Gpu:
         relative = {"int8": 1 / self.int8 + INT8_QUANTISING_SHARE}
         if self.fp8 is not None:
             bytes_per_s = FP8_QUANTISED_BYTES_PER_FLOP * PRODUCT_SHARE * self.tflops * 1e12
-            # Bytes per second of bf16 products, over the bandwidth: a share of the bf16 time.
+            # Bytes to quantise per second of bf16 products, over bytes per second: a share of time.
             relative["fp8"] = 1 / self.fp8 + bytes_per_s / (self.memory_gb_s * 1e9)
         return {name: 1 / time for name, time in relative.items()}
 

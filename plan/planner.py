@@ -153,7 +153,7 @@ class _Search:
             if bounds[fit.policy] <= near * shortest_s:
                 last_step_s = self.simulate(fit.policy).last_step_s
                 shortest_s = min(shortest_s, last_step_s)
-                # All later ones take more memory, and none is faster than `least_s`.
+                # All later ones take at least as much memory, and none is faster than `least_s`.
                 if fit is not by_memory[-1] and last_step_s <= near * least_s:
                     break
         fast_enough = [

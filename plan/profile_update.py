@@ -64,7 +64,7 @@ def calibrate_machine(
         routes.reverse()
     for route in routes:
         found = found.with_figures(**{route: _rate(found, route, run, plan.policy, measured)})
-    # A machine may be corrected again, and needs the words once.
+    # A machine may be corrected several times, but the words are added once.
     return replace(found, origin=machine.origin.removesuffix(CORRECTED) + CORRECTED)
 
 

@@ -21,7 +21,7 @@ class Mesh:
     Raises MeshError for a degree below 1, and for a cfg degree other than 1 or 2.
     """
 
-    # Ranks follow the order of these fields. A new axis in between would renumber all workers.
+    # Ranks follow the order of these fields. Another order would renumber the workers.
     data: int = 1
     stage: int = 1
     cfg: int = 1

@@ -43,7 +43,7 @@ class Residency:
 
     def keeps(self, expert: str, block: int, patch: int = 0) -> bool:
         """Return True if the block is resident. The patch does not matter."""
-        # Callers pass `*key`, hence the third parameter.
+        # Callers pass `*key`, and a key has three fields.
         return block in self.residents.get(expert, frozenset())
 
 
@@ -185,7 +185,7 @@ def plan_residency(
     # blocks.
     buffers = max(
         blocks
-        # Without streamed blocks, no buffer is needed for a prefetch.
+        # If no block streams, no buffer is needed for a prefetch.
         if len(residents[expert]) == blocks
         else len(residents[expert]) + policy.prefetch_blocks + 1
         for expert, blocks in block_counts.items()

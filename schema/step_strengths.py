@@ -14,7 +14,7 @@ EXAMPLE = "0-1: 0, 2-3: 0.5"
 SHOWN = 40
 """Most characters quoted in an error message."""
 
-# `[0-9]` and not `\d`, because `\d` matches digits in any script. Six digits bound the numbers.
+# `\d` would match digits in any script. Numbers have at most six digits.
 _RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?\s*:\s*(\S+)")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 """Narrower than `float`: underscores and digits in other scripts do not match."""

@@ -86,7 +86,7 @@ def choose_arithmetic(times: Mapping[str, BlockTimes]) -> ArithmeticChoice:
     plain = times[""]
     others = {name: each for name, each in times.items() if name}
     pay = [name for name, each in others.items() if each.visit_s <= WORTHWHILE * plain.visit_s]
-    # A fixed order, so that equal choices are equal tuples.
+    # `CodeFormat` gives a fixed order, so equal choices are equal tuples.
     multiplied = tuple(name for name in get_args(CodeFormat) if name in pay)
     reasons = [
         f"{name} matrices are "

@@ -111,7 +111,7 @@ class ContextWindows:
         for stride in (2**power for power in range(self.stride.bit_length())):
             span = (self.frames - 1) * stride + 1
             if span <= frames:
-                # Rounded down, so the shift is less than one hop.
+                # The shift is rounded down, so it is less than one hop.
                 starts = _starts(frames - span, hop * stride, int(shift * hop * stride))
                 windows += [tuple(range(start, start + span, stride)) for start in starts]
         return tuple(windows)
@@ -154,7 +154,7 @@ def _starts(last: int, hop: int, first: int) -> list[int]:
         # Without `start`, the windows on both sides would lie more than a hop apart.
         if following - starts[-1] > hop:
             starts.append(start)
-    # `last` 0: the window is as long as the video, and 0 is in the list already.
+    # If `last` is 0, the window is as long as the video, and `starts` has 0 already.
     return [*starts, last] if last else starts
 
 

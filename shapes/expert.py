@@ -22,7 +22,7 @@ HEAD_DIM = 128
 BF16_BYTES = 2
 FP32_BYTES = 4
 
-# A short chunk could change the last bits: MKL multiplies up to 3 fp32 rows with another kernel.
+# MKL has other kernels for fewer than 16 fp32 rows, so a short chunk can change the last bits.
 SHORT_CHUNK = 15
 """Largest remainder in tokens that is added to the last full chunk instead of forming its own."""
 OUTPUT_TOKENS = 1024
@@ -93,7 +93,7 @@ class ExpertShape:
     @property
     def non_block_parameters(self) -> int:
         """Parameters outside the blocks."""
-        # Each `+ 1` adds a bias.
+        # Each `+ 1` stands for a bias.
         patch = self.width * (self.in_channels * prod(PATCH) + 1)
         output = self.out_channels * prod(PATCH) * (self.width + 1)
         embedders = (
@@ -183,7 +183,7 @@ class ExpertShape:
         value = value_bytes
         lanes = len(lane_tokens)
         tokens = max(lane_tokens)
-        # Unequal shares differ by one token. The largest decides.
+        # The workers' shares differ by at most one token. The largest decides.
         shares = [-(-each // (workers.ring * workers.ulysses)) for each in lane_tokens]
         local_tokens = max(shares)
         chunk = local_tokens

@@ -126,7 +126,7 @@ class RunShape:
         sides = step.sides or self.sides[step.expert]
         samples = step.samples or self.samples
         extras = self.extra_tokens[:sides] or (0,) * sides
-        # All samples with the first CFG side come first, then those with the next.
+        # Lane order: all samples with the first CFG side, then all samples with the next.
         return tuple(self.video_tokens + extra for extra in extras for _ in range(samples))
 
     def of_steps(self, steps: Sequence[int]) -> RunShape:

@@ -53,7 +53,7 @@ def plan_buffers(
         for expert, blocks in block_bytes.items()
         for block, nbytes in enumerate(blocks)
     }
-    # Permanent residents of all experts are there at once. Others take turns.
+    # Permanent residents of all experts exist at the same time. Otherwise the experts take turns.
     at_once = [list(block_bytes)] if residency.permanent else [[expert] for expert in block_bytes]
     wanted = [
         _wanted(
@@ -81,7 +81,7 @@ def _wanted(
     if streamed:
         # Any of these may hold any streamed block, so each is as large as the largest.
         buffers += [(max(streamed), None)] * min(streaming, most - len(residents))
-    # By size alone: a BlockKey and None cannot be compared.
+    # The key is the size alone, because a BlockKey and None cannot be compared.
     return sorted(buffers, key=lambda buffer: -buffer[0])
 
 
@@ -116,7 +116,7 @@ class BufferPool:
     @property
     def size(self) -> int:
         """Buffer count. Below 0 if there are too few to set those for residents apart."""
-        # Not `len`, because it returns 0 for a negative range.
+        # `len` would return 0 for a negative range.
         return self.numbers.stop - self.numbers.start
 
     @property

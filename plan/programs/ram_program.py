@@ -111,7 +111,7 @@ def compile_ram(
         through_ram = staging > 0 or ram_residency.residency.keeps(*fetch.block)
         visit_of_fetch.append(len(visits) if through_ram else DIRECT)
         if through_ram:
-            # `stored`, because patches are added on the device.
+            # Blocks are read from files without patches, so visits in RAM have `stored` keys.
             visits.append(Visit(program.visits[fetch.needed_by].step, *fetch.block.stored))
     residency = ram_residency.residency
     slots = ram_residency.slots

@@ -173,7 +173,7 @@ def compile_program(
         levels = [levels_of[each.block] for each in lived]
         if (shortage := _shortage(lived, levels, pool)) is not None:
             raise ProgramError(shortage)
-        # Sorted, so that equal contents give equal programs, whatever their history.
+        # Contents are sorted: equal contents must give equal programs, in whatever order they came.
         loaded = {
             buffer: key
             for buffer, key in sorted((contents or {}).items())
@@ -314,7 +314,7 @@ def _fetches(
             continue
         level = allowed.start
         if len(allowed) > 1:
-            # Each heap has the buffer free longest on top, so only the tops are compared.
+            # Each heap has the buffer free for longest on top, so only the tops are compared.
             level = min(allowed, key=lambda level: free[level][0][0])
         free_since, _, buffer = free[level][0]
         assert free_since < lifetime.first, "more lifetimes overlap than there are buffers"

@@ -209,7 +209,7 @@ class PassOrders:
         over come last. A list that others have interrupted twice is interrupted at such distances.
         """
         start = tuple(visited)
-        # A slice, because a run may make more passes than the one before.
+        # A slice may be empty: a run may make more passes than the one before.
         for order in (*self.course[number : number + 1], *self.seen):
             if order[: len(start)] == start:
                 return order[len(start) :]

@@ -214,8 +214,8 @@ class StepRecord:
         missing = [name for name in REQUIRED_FIGURES if name not in figures]
         if missing:
             raise TypeError(f"a step is missing {', '.join(missing)}")
-        # Both calls take their fields out of `figures`, the dict of this call. The rest belongs to
-        # the step, and dataclasses raise TypeError for unknown fields.
+        # `_taken` removes the fields from `figures`, so the step gets only the rest. Dataclasses
+        # raise TypeError for unknown fields.
         transfers = Transfers(**_taken(figures, Transfers))
         memory = StepMemory(**_taken(figures, StepMemory))
         return cls(**figures, transfers=transfers, memory=memory)
@@ -304,7 +304,7 @@ class Timeline:
     read_rates: tuple[RateRange, ...] = ()
     """File read rates for the fetches in this run. Empty as `copy_rates`."""
 
-    # Without annotations, so that `dataclass` does not make fields of them.
+    # With annotations, `dataclass` would make fields of these.
     wall_s = _StepSum[float]()
     compute_s = _StepSum[float]()
     stall_s = _StepSum[float]()
@@ -362,7 +362,7 @@ class Timeline:
                 values[name] = tuple(RateRange(**each) for each in values.get(name, ()))
             values["changes"] = _lines(values.get("changes", ()))
             return cls(**values)
-        # Dataclasses raise it for fields from a newer version, and for missing ones.
+        # Dataclasses raise TypeError for missing fields, and for fields from a newer version.
         except TypeError as err:
             raise ValueError(f"not a timeline: {err}") from err
 
@@ -379,7 +379,7 @@ def limit_share(measured: Timeline, simulated: Timeline | None) -> float | None:
     steps = [
         step
         for step in measured.steps
-        # `limit_s` is for all lanes.
+        # `limit_s` counts all lanes, so steps with skipped lanes are left out.
         if step.index in limits and step.compute_s > 0 and not step.skipped_lanes
     ]
     if not steps:

@@ -137,7 +137,7 @@ def check_count(count: int, address: str, *, gpus: int | None, most: int) -> Non
             f"{count} workers in this process: there can be one, so set count to 1 or cluster to "
             f"{LOCAL!r}"
         )
-    # A cluster has other machines' GPUs. There Ray counts them.
+    # A cluster may have GPUs in other machines. There Ray counts the GPUs.
     if address == LOCAL and gpus is not None and count > gpus:
         raise WorkersError(
             f"{count} workers, but {format_count(gpus, 'GPU')} here: every worker takes one. Lower "

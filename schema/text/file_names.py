@@ -37,6 +37,6 @@ def windows_name(name: str) -> str:
     """
     name = _FORBIDDEN.sub("_", name)
     if name.endswith((".", " ")):
-        # One underscore is enough: no dot or space is at the end after it.
+        # One underscore is enough: the name then ends with neither a dot nor a space.
         name = f"{name[:-1]}_"
     return f"_{name}" if _DEVICE.fullmatch(name) else name

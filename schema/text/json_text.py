@@ -31,7 +31,7 @@ def parse_json(content: bytes) -> object:
     if not text.strip():
         raise JsonTextError("this is not JSON: it is empty")
     try:
-        # A hook, because a plain dict has lost the first value with a repeated name.
+        # Without a hook, a dict would keep only the last value of a repeated name.
         value = json.loads(text, object_pairs_hook=_parsed)
     except RecursionError as err:
         raise JsonTextError("this is not JSON that can be read: it is nested too deep") from err
@@ -77,7 +77,7 @@ def _check(value: object) -> None:
             pending += [(f"{place}.{name}", part) for name, part in each.items()]
         elif isinstance(each, list):
             pending += [(f"{place}.{index}", part) for index, part in enumerate(each)]
-        # json.loads also returns infinity for 1e999. A `parse_constant` hook would miss it.
+        # json.loads also returns infinity for 1e999, without a call of `parse_constant`.
         elif isinstance(each, float) and not math.isfinite(each):
             constant = "NaN" if math.isnan(each) else "Infinity"
             raise JsonTextError(

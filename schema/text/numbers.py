@@ -15,7 +15,7 @@ def format_size(nbytes: float) -> str:
     while size >= 999.5 and unit < len(_UNITS) - 1:
         size = size / 1000
         unit = unit + 1
-    # Values from a border on are rounded to one more digit before the point: 9.996 to 10.0.
+    # From these borders on, rounding adds a digit before the point: 9.996 becomes 10.0.
     digits = sum(unit > 0 and size < border for border in (9.995, 99.95))
     return f"{size:.{digits}f} {_UNITS[unit]}"
 
