@@ -69,7 +69,7 @@ def thread_notice(threads: int, cpus: float, *, all_cpus: int, load: float | Non
         all_cpus: CPUs in the machine.
         load: see `cpu_load`.
     """
-    # A quota of 1.5 CPUs permits two threads, and one is proposed if there are more.
+    # A quota of 1.5 CPUs permits two threads. With more threads than that, one is proposed.
     best = max(1, math.floor(cpus)) if threads > max(1, math.ceil(cpus)) else threads
     reason = f"{threads} threads of torch share {cpus:.3g} CPUs"
     # The load covers the whole machine, including threads from an earlier run in this process. It

@@ -66,7 +66,7 @@ class CudaRuntime(DeviceRuntime):
     def _unlock(self, memory: torch.Tensor) -> bool:
         cudart = torch.cuda.cudart()
         with torch.cuda.device(self.device):
-            # CUDA takes only the address of an earlier cudaHostRegister.
+            # CUDA accepts only the exact address given to cudaHostRegister.
             if cudart.cudaHostUnregister(memory.data_ptr()) == cudart.cudaError.success:
                 return True
             self._clear_last_error()
@@ -108,7 +108,7 @@ def driver_version() -> tuple[int, int] | None:
             return None
     except (OSError, AttributeError):
         return None
-    # 12040 is CUDA 12.4.
+    # The driver returns 12040 for CUDA 12.4.
     return version.value // 1000, version.value % 1000 // 10
 
 
@@ -128,7 +128,7 @@ class NvtxRanges:
 
     def start(self, name: str) -> int:
         """Start a range and return its number."""
-        # Not `range_push`, because those ranges must end in reverse, and on the same thread.
+        # Ranges from `range_push` must end in reverse order, and on the same thread.
         return int(torch.cuda.nvtx.range_start(name))
 
     def end(self, number: int) -> None:

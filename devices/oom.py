@@ -48,7 +48,7 @@ def is_broken_device(error: BaseException | None) -> bool:
     Such an error breaks the CUDA context for the rest of the process. False before torch 2.8, where
     it is a plain RuntimeError.
     """
-    # No error is an instance of an empty tuple.
+    # Without the class, the empty tuple makes `isinstance` False.
     kind = getattr(torch, "AcceleratorError", ())
     while error is not None:
         if isinstance(error, kind):
@@ -108,7 +108,7 @@ def forget(error: BaseException) -> str:
     A traceback keeps every frame between the failure and the handler alive, with all tensors in
     local variables. A retry with less memory would fail while they exist.
     """
-    # torch appends statistics, and advice on fragmentation.
+    # torch's message continues with statistics, and advice on fragmentation.
     message = str(error).split(" Of the allocated memory")[0].strip() or type(error).__name__
     link: BaseException | None = error
     while link is not None:

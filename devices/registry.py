@@ -85,5 +85,5 @@ def made_current(device: torch.device) -> AbstractContextManager[object]:
     runtime = runtime_for(device)
     if runtime is None or runtime.current_index() == device.index:
         return nullcontext()
-    # A stream's context makes the device current too.
+    # Entering a stream makes its device current, too.
     return runtime.on_stream(runtime.current_stream())

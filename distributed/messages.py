@@ -96,7 +96,7 @@ def package_versions() -> dict[str, str]:
     """Return the versions in this process by package. The driver and all workers share them."""
     return {
         "WanStream": VERSION,
-        # TorchVersion compares as a number, so 2.13.0 would equal "2.13".
+        # `torch.__version__` compares as a version: 2.13.0 would equal "2.13".
         "torch": str(torch.__version__),
         "diffusers": version("diffusers"),
         "Python": platform.python_version(),

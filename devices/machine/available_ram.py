@@ -104,7 +104,7 @@ def limited_groups(root: Path = ROOT) -> Iterator[MemoryGroup]:
             counters = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
         except OSError:  # no such group here
             continue
-        # Without a limit, version 1 has a huge number here, and it restricts nothing.
+        # Only version 2 writes "max". Version 1 writes a huge number, and such a limit is harmless.
         if limit != "max":
             counts = {name: int(count) for name, count in map(str.split, counters)}
             cached = sum(counts.get(name, 0) for name in names.cached)

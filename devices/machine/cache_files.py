@@ -32,7 +32,7 @@ def write_whole(path: Path, data: bytes) -> None:
         OSError: the file cannot be written. Nothing is left of it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, because a rename to another file system is not atomic.
+    # The temporary file is in the same folder: a rename to another file system is not atomic.
     handle, part = tempfile.mkstemp(dir=path.parent, prefix="part-", suffix=path.suffix)
     try:
         with open(handle, "wb") as file:

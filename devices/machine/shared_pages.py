@@ -96,7 +96,7 @@ class SharedPages:
                     users.append(span)
                     self._pages.spans.append(span)
             except BaseException:
-                # Spans that were locked here too, before the driver refused another one.
+                # `users` includes the spans locked above, before the driver refused another one.
                 self._leave(users)
                 raise
 

@@ -120,7 +120,7 @@ def _decode_tiles(
 
     # Bounds the RAM for early tiles: one row, and a few per worker.
     ahead = max(tile.column for _, tile in tiles) + 1 + EARLY_TILES * len(groups)
-    # A tile is an item with one stage of one step.
+    # Each tile is an item with one stage, and the stage has one step.
     run = StageRun([[range(1)]] * len(tiles), groups, max_restarts=ref.max_restarts, ahead=ahead)
     try:
         run.run(blend, check)

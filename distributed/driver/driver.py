@@ -148,7 +148,7 @@ class Driver:
         with self._exclusive():
             log = TaskLog()
             facts = self._connect(experts, check)
-            # The dtype first, because blocks are measured in it.
+            # The arithmetic is measured in the compute dtype, so the dtype is chosen first.
             experts = _in_one_dtype(experts, facts)
             experts = self._in_one_arithmetic(experts, facts, check)
             handover_s = None
@@ -246,7 +246,7 @@ class Driver:
 
         These losses do not count for the run.
         """
-        # Read once, because groups connect on several threads.
+        # Groups connect on several threads, and another one may set None after this read.
         former = self._follows
         if former is not None:
             former.disable()

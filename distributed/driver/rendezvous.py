@@ -186,7 +186,7 @@ class Rendezvous:
         Without an answer, kills the worker and raises WorkerLostError.
         """
         try:
-            # 0 s are enough after `_request_facts`: it has waited for all answers together.
+            # `_request_facts` has waited for all answers together, so 0 s are enough after that.
             return answer.result(timeout_s)
         except FutureTimeoutError as err:
             if answer.done():  # the worker itself raised a TimeoutError

@@ -178,7 +178,7 @@ def _order(mesh: Mesh, run: RunShape, samples: int, workers_per_machine: int) ->
 
     It is the worker-seconds, then the traffic between workers and machines.
     """
-    # A group makes this many videos, one after the other.
+    # A worker group computes this many videos, one after the other.
     rounds = -(-samples // mesh.data)
     lanes = [run.lane_tokens(expert) for expert in run.experts_of_steps]
     shares = [largest_share(lane_tokens, mesh.cfg) for lane_tokens in lanes]

@@ -28,7 +28,7 @@ def nested_sizes(mesh: Mesh) -> tuple[int, ...]:
     (cfg) only one velocity passes per step.
     """
     nested = (mesh.cell_size, mesh.ring * mesh.ulysses, mesh.ulysses)
-    # Size 1 is a level only if there is no larger one.
+    # Size 1 is a level only if the whole worker group has size 1.
     return tuple(dict.fromkeys(size for size in nested if size > 1 or mesh.cell_size == 1))
 
 

@@ -62,7 +62,7 @@ def stage_boundaries(
         )
 
     ends = [steps]
-    # Backwards, because `divide` returns the last cut.
+    # `divide` returns only the last cut, so the parts are found from the end.
     for parts in range(stages, 0, -1):
         ends.append(divide(ends[-1], parts)[1])
     return tuple(range(first, past) for first, past in pairwise(reversed(ends)))

@@ -49,7 +49,7 @@ def worker_share(
     extra_tokens: tuple[int, ...] = ()
     if len(set(most)) > 1:
         video_tokens = -(-run.video_tokens // sharing)
-        # Longest first: an expert with fewer lanes counts with the first ones, an upper bound.
+        # The longest lanes come first: an expert with fewer lanes counts these, an upper bound.
         extra_tokens = tuple(
             -(-tokens // sharing) - video_tokens for tokens in sorted(most, reverse=True)
         )

@@ -128,7 +128,7 @@ class RayReaper:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # The pipe closes however this process ends, and then the reaper ends the others.
+        # The pipe closes however this process ends. Then the reaper ends Ray's processes.
         self._process = subprocess.Popen(
             [sys.executable, "-c", REAPER, str(folder)],
             stdin=subprocess.PIPE,

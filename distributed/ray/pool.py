@@ -290,7 +290,7 @@ class RayPool(AbstractContextManager["RayPool"]):
         """See `Pool.share`. Ray's object store keeps the requests until the context ends."""
         self._check_open()  # a call after Ray's end would start Ray again
         try:
-            # By identity: tasks carry these same objects, which the caller holds until the exit.
+            # Tasks carry these same objects, and the caller keeps them alive, so ids are enough.
             self._shared.update((id(request), self._ray.put(request)) for request in requests)
             yield
         finally:

@@ -52,7 +52,7 @@ def open_services(
         return facts
 
     def check_machine(worker: RayWorkerHandle) -> None:
-        # The other processes count with their facts from the start.
+        # The facts of the other processes are still those from the start.
         facts = [*first[: worker.rank], facts_of(worker), *first[worker.rank + 1 :]]
         check_versions(package_versions(), facts)
         check_paths(facts, ref.paths)

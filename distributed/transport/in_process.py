@@ -76,7 +76,7 @@ class InProcessWorker:
                 self._worker.stop(run_id)
             # On the worker's thread, so that it waits for the run.
             self._ended = self._thread.submit(self._worker.close)
-            # After the submit: the thread runs nothing behind its end.
+            # The closed thread runs no later call, so `self._worker.close` is submitted before.
             self._thread.close()
 
     def end(self) -> None:

@@ -21,7 +21,7 @@ class WorkerLostError(RuntimeError):
     """
 
     def __init__(self, message: str, rank: int) -> None:
-        # Both, because unpickling an exception calls the class with `args`.
+        # Unpickling an exception calls the class with `args`, so both must be in there.
         super().__init__(message, rank)
         self.rank = rank
 

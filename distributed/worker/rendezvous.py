@@ -215,7 +215,7 @@ class RendezvousStore:
         """
         host, port = self._endpoint
         try:
-            # Detached, because TCPStore closes the descriptor itself.
+            # TCPStore closes the descriptor itself, so the socket object must not.
             return socket.create_server(self._endpoint, family=_family(host), backlog=1024).detach()
         except OSError as err:
             if err.errno == errno.EADDRINUSE:
