@@ -56,14 +56,14 @@ class MemorySampler:
                 self._sample()
             if self._on_tick is not None:
                 self._on_tick()
-            # A pause that ends at once when the block does.
+            # This pause ends at once at the end of the `with` block.
             if self._stop.wait(self.interval_s):
                 break
             ticks += 1
         self._sample()  # one last sample after the end of the block
 
     def _sample(self) -> None:
-        # Taken without the lock, so `samples` never waits for the driver.
+        # The sample is taken without the lock, so `samples` never waits for the driver.
         sample = MemorySample(
             at_s=time.perf_counter() - self._run_start,
             device_bytes=self._meter.allocated_bytes(),
@@ -88,7 +88,7 @@ class MemorySampler:
 def downsample(samples: list[MemorySample]) -> list[MemorySample]:
     """Return half as many samples: the larger values in each pair, at the first one's time."""
     merged = list(map(_merge, samples[::2], samples[1::2]))
-    # The last one has no partner if the number is odd.
+    # If the number is odd, the last sample has no partner.
     return merged + samples[2 * len(merged) :]
 
 

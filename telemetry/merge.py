@@ -23,7 +23,7 @@ def shift_timeline(timeline: Timeline, by_s: float) -> Timeline:
 def concatenate_timelines(timelines: Sequence[Timeline]) -> Timeline:
     """Return one timeline for several tasks in order of start, with times relative to the run."""
     assert timelines, "a worker without tasks has no timeline"
-    # A task without visits has none.
+    # A task without visits has no first block.
     first_blocks = [each.first_block_s for each in timelines if each.first_block_s is not None]
     return Timeline(
         kind="measured",

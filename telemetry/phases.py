@@ -38,7 +38,7 @@ class QueueItemPhases:
         """
         assert name in PHASES, f"{name!r} is not a phase"
         memory = MemoryMeter(device)
-        # The counter is torch's own, so a phase within another one cuts the outer peak.
+        # torch has one peak counter, so a phase within another one resets the outer phase's peak.
         memory.reset_peaks()
         start = time.perf_counter()
         yield

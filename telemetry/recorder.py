@@ -140,7 +140,7 @@ class Recorder:
                 yield
         finally:
             if queue_item is not None:
-                # After the sampler's last sample, because phases take their peaks from the samples.
+                # Phases take their peaks from the samples, so this comes after the last sample.
                 queue_item.add(self._run_phases(), run_start=self._start)
             if folder is not None:
                 self._write_trace(folder)
@@ -150,7 +150,7 @@ class Recorder:
         """Record the `with` body as step `index`. Record nothing if it raises."""
         events = self._events = StepEvents(self.clock)
         self._expert = expert
-        # A repeated step starts again, without the peak of the failed attempt.
+        # After a failed attempt, the repeated step must not have the attempt's peak.
         self._memory.reset_peaks()
         start = time.perf_counter()
         with ranged(self.ranges, f"step {index} ({expert})"):

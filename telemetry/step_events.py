@@ -106,7 +106,7 @@ class StepEvents:
             if arrival.read is not None:
                 late_s = arrival.read.end - self._at(arrival.requested, end, now)
                 waited_s = self._seconds(arrival.requested, arrival.arrived)
-                # The wait for the read: until its end, but no longer than the visit has waited.
+                # A stall lasts until the read ends, but no longer than the visit has waited.
                 stall_on_read_s += min(max(late_s, 0.0), waited_s)
         return Transfers(
             stall_s=sum(self._seconds(asked, arrived) for _, asked, arrived, _, _ in self.visits),
@@ -124,7 +124,7 @@ class StepEvents:
         None without visits.
         """
         if self.visits:
-            # Event 3 is `ready`.
+            # Field 3 of a visit is `ready`, the start of the compute.
             return self._at(self.visits[0][3], end, now) - run_start
         return None
 

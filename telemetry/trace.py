@@ -114,7 +114,7 @@ def _row(number: int, spans: Sequence[TraceSpan]) -> Iterator[dict[str, Any]]:
         start = max(span.start_s, end)
         end = max(span.end_s, start)
         at = _microseconds(start)
-        # From rounded times, so rounding makes no overlap.
+        # The duration is computed from rounded times, so rounding makes no overlap.
         lasted = _microseconds(end) - at
         yield _event("X", span.name, span.args, tid=number, cat=span.row, ts=at, dur=lasted)
 
@@ -135,10 +135,10 @@ def _named(event: str, number: int, **args: Any) -> dict[str, Any]:
 
 
 def _event(kind: str, name: str, args: Mapping[str, Any], **figures: Any) -> dict[str, Any]:
-    # Kinds in this format: X is a complete event, C a counter, M metadata.
+    # In this format, X is a complete event, C a counter, and M metadata.
     return {"ph": kind, "pid": _PROCESS, "name": name, "args": dict(args), **figures}
 
 
 def _microseconds(seconds: float) -> float:
-    # Nanoseconds: more digits would only enlarge the file.
+    # Three digits are nanoseconds. More digits would only enlarge the file.
     return round(seconds * 1e6, 3)

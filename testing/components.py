@@ -53,7 +53,7 @@ def save_text_encoder_file(
     """
     blocks = encoder.encoder.block.named_modules(prefix="encoder.block")
     linears = {name: module for name, module in blocks if isinstance(module, nn.Linear)}
-    # A bytearray, because torch warns about a buffer that cannot be written.
+    # torch warns about a buffer that cannot be written, so this is a bytearray.
     tokenizer = torch.frombuffer(bytearray(sentencepiece_model()), dtype=torch.uint8)
     save_single_file(
         {**_parameters(encoder, dtype), "spiece_model": tokenizer},
@@ -106,7 +106,7 @@ def write_settings(
         # diffusers reads (None, None) as a component that does not exist.
         "transformer_2": (None, None) if boundary_ratio is None else COMPONENTS["transformer"],
         **COMPONENTS,
-        # Last, because a pipeline may replace entries, such as the class name.
+        # This comes last, because `index` may replace entries, such as the class name.
         **index,
     }
     (pipeline / "model_index.json").write_text(

@@ -17,7 +17,7 @@ from torch import nn
 from ..wan.checkpoint import native_transformer_name
 from .quantised import QuantiseLayers, save_single_file
 
-# LoRA files for ComfyUI have it before the layer names.
+# LoRA files for ComfyUI have this prefix before the layer names.
 PREFIX = "diffusion_model."
 
 

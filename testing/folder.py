@@ -53,7 +53,7 @@ class ModelFolder:
     def nbytes(self) -> int:
         """Size of these files on disk, in bytes. Hard links to one file count once."""
         stats = [(self.folder / path).stat() for path in self.files]
-        # Device and inode identify a file, whatever the number of names.
+        # Device and inode identify a file, so several names of one file count once.
         return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
 
     def summary(self) -> str:
@@ -75,7 +75,7 @@ class ModelFolder:
         """
         self._refuse_other_files()
         partial = self.folder / PARTIAL
-        # A killed process leaves it behind.
+        # A killed process leaves this folder behind.
         if partial.exists():
             shutil.rmtree(partial)
         try:
@@ -117,11 +117,11 @@ class ModelFolder:
                     f"{target} is not the test model's and in its way: move it elsewhere"
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
-            # `.partial` is in the same folder, so nothing is copied.
+            # The partial folder is in the same folder, so nothing is copied.
             file.rename(target)
             files[path.as_posix()] = target.stat().st_size
         record = {"recipe": self._recipe, "files": files}
-        # Last, so only a complete model has a record.
+        # The record is written last, so only a complete model has one.
         (self.folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     def _read_record(self) -> dict[str, dict[str, int]] | None:
@@ -138,6 +138,6 @@ class ModelFolder:
         """Yield missing files and files with another size."""
         for name, nbytes in record["files"].items():
             path = self.folder / name
-            # By size, because a digest would read a gigabyte at each call.
+            # Sizes are compared, because a digest would read a gigabyte at each call.
             if not path.is_file() or path.stat().st_size != nbytes:
                 yield name

@@ -104,7 +104,7 @@ class Family:
     @property
     def experts(self) -> dict[str, int]:
         """Seeds by expert, high or low. A single one is "high"."""
-        # Not strict: a single expert has one seed.
+        # A single expert has one seed, so the lengths may differ.
         return dict(zip(("high", "low"), self.seeds, strict=False))
 
     def names(self, expert: str) -> set[str]:
@@ -225,7 +225,7 @@ def make_image_encoder(*, seed: int, layers: int = 2, image_size: int = 224) -> 
 def save_image_encoder(model: CLIPVisionModel, path: Path, *, dtype: torch.dtype) -> None:
     """Write ComfyUI's single file, with tensor names as in transformers 4."""
     tensors = {
-        # transformers 5 has no prefix, transformers 4 has it.
+        # Names have the prefix in transformers 4, but not in transformers 5.
         PREFIX + name.removeprefix(PREFIX): tensor.to(dtype)
         for name, tensor in model.named_parameters()
     }
@@ -346,7 +346,7 @@ def _write_expert(
     )
     model = weights.make_expert(shape, seed=seed)
     if family.pipeline is not None and family.pipeline.name in wanted:
-        # In diffusers' Wan2.2 pipelines, the second one is the low-noise expert.
+        # In diffusers' Wan2.2 pipelines, `transformer_2` is the low-noise expert.
         component = "transformer" if expert == "high" else "transformer_2"
         save_expert_folder(model, folder / family.pipeline / component, dtype=torch.bfloat16)
     for file in family.files:

@@ -77,7 +77,7 @@ def save_single_file(
     metadata = {"format": "pt"}
     if quantised is not None:
         added = quantised(layers)
-        # These replace the plain matrices.
+        # The quantised matrices have the same names and replace the plain ones.
         stored |= added.tensors
         metadata |= added.metadata
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def save_expert_gguf(
             quantize(values, kind) if kind.name in QUANTISED else random_packs(values, kind, random)
         )
         parameters[name].data.copy_(torch.from_numpy(dequantize(packs, kind).copy()).reshape(shape))
-        # Packs are bytes for numpy, so the type must be given.
+        # For numpy, packs are only bytes, so the type must be given.
         writer.add_tensor(prefix + key, packs, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

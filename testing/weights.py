@@ -134,12 +134,12 @@ def _tiny_encoder_shapes(channels: int, colours: int, width: int) -> dict[str, t
         return {f"{name}.weight": (outputs, inputs, 3, 3), f"{name}.bias": (outputs,)}
 
     shapes = convolution("encoder.0", colours, width)
-    # Number of the stage's first layer, and frames merged into one there.
+    # Each pair has the number of a stage's first layer, and the frames merged into one there.
     for first, frames in ((2, 2), (7, 2), (12, 1)):
         shapes[f"encoder.{first}.conv.weight"] = (width, frames * width, 1, 1)
         shapes[f"encoder.{first + 1}.weight"] = (width, width, 3, 3)
         for block in range(first + 2, first + 5):
-            # A block reads the frame before, too, in as many further channels.
+            # A block also reads the previous frame, as `width` further channels.
             for layer, inputs in ((0, 2 * width), (2, width), (4, width)):
                 shapes |= convolution(f"encoder.{block}.conv.{layer}", inputs, width)
     return shapes | convolution("encoder.17", width, channels)

@@ -71,7 +71,7 @@ def place(columns: Sequence[Sequence[Group]], sizes: Mapping[str, Size]) -> Layo
                     below += BADGE + TITLE + sizes[node].height
                 beside += max(sizes[node].width for node in rank) + GAP
                 bottom = max(bottom, below)
-            # The last rank has added a gap too many.
+            # The last rank has added one gap too many.
             right = max(right, beside - GAP + PADDING)
             # The width follows below, when the widest group in the column is placed.
             frames[group.title] = Box(left, top, 0, bottom + PADDING - top)
@@ -249,7 +249,7 @@ def columns(prompt: Prompt) -> list[list[Group]]:
         # Sources come before this node in the file, so they have a rank.
         ranks[node_id] = rank = max((ranks[source] + (not below) for source in sources), default=0)
         of_group = groups.setdefault(title, [])
-        # Lists for all ranks up to this one, because a lower one may still be empty.
+        # Lists are added for all ranks up to this one, because a lower rank may still be empty.
         of_group += [[] for _ in range(len(of_group), rank + 1)]
         of_group[rank].append(node_id)
     by_column: dict[int, list[Group]] = {}

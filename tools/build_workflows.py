@@ -120,7 +120,7 @@ def build(files: Sequence[Path], base: Path) -> None:
     width, height = VIEW
     heights: dict[Path, list[float]] = {}
     with running_browser() as browser, running_server(find_comfyui(), base) as server:
-        # Both renderers, because a user may switch, and the taller nodes need the space.
+        # Heights come from both renderers: a user may switch, and the taller nodes must fit.
         for settings in (NODES_2, CLASSIC):
             with opened_frontend(
                 browser, server, width=width, height=height, settings=settings
@@ -184,9 +184,9 @@ def _build_one(frontend: Frontend, file: Path, heights: Sequence[float]) -> None
     models = {
         node_id: [model._asdict() for model in models_of(node)] for node_id, node in prompt.items()
     }
-    # Nodes with files only: an empty list is true in JavaScript, and would be saved.
+    # Nodes without files are left out: an empty list is true in JavaScript, and would be saved.
     linked = {node_id: found for node_id, found in models.items() if found}
-    # From the file name, so the same workflow is always saved with the same id.
+    # The id is derived from the file name, so a rebuilt workflow keeps its id.
     name = str(uuid.uuid5(uuid.NAMESPACE_URL, f"wanstream/{file.stem}"))
     frontend.page.evaluate(PUT, [sizes, layout.nodes])
     frontend.page.evaluate(DRESS, [name, linked, frames])
@@ -194,7 +194,7 @@ def _build_one(frontend: Frontend, file: Path, heights: Sequence[float]) -> None
     saved = frontend.export().workflow
     target = template_path(file.stem)
     target.write_text(json.dumps(saved, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    # Next to the workflow: the template browser shows a picture of the same name.
+    # The template browser shows the picture with the workflow's name, next to the workflow.
     thumbnail(file.stem).save(target.with_suffix(".jpg"), quality=QUALITY, optimize=True)
 
 

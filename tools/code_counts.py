@@ -80,7 +80,7 @@ class SourceTree:
         source = self.name_of(path)
         package = path.relative_to(self.root).parts[:-1]
         for node, in_function, for_types in _import_nodes(self.trees[path]):
-            # One dot is the package itself, and each further dot a parent.
+            # One dot means the package itself, and each further dot a parent.
             base = package[: len(package) - node.level + 1]
             target = ".".join((*base, *(node.module or "").split("."))).strip(".")
             for alias in node.names:
@@ -118,7 +118,7 @@ class SourceTree:
         }
 
         def origin(module: str, name: str) -> str:
-            # Equal for a name that a package imports from itself, and the walk ends there.
+            # A package may import a name from itself. The walk ends there.
             while (module, name) in exports and exports[module, name] != module:
                 module = exports[module, name]
             return module
@@ -262,7 +262,7 @@ def class_fields(tree: SourceTree) -> Counter[str]:
         for node in ast.walk(module):
             if isinstance(node, ast.ClassDef):
                 classes[f"{tree.name_of(path)}.{node.name}"] = node
-    # By the bare name, as a base class is written in the source.
+    # Base classes are written with bare names in the source.
     by_name = {name.rsplit(".", 1)[1]: node for name, node in classes.items()}
 
     def is_value(node: ast.ClassDef) -> bool:

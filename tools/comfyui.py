@@ -66,7 +66,7 @@ def name_model_files(models: Path) -> None:
     for file in MODEL_FILES.values():
         path = models / file.directory / file.name
         path.parent.mkdir(exist_ok=True)
-        # The test model has written some of them.
+        # The test model has written some of these files.
         if not path.exists():
             path.touch()
 
@@ -99,7 +99,7 @@ class ComfyUI(NamedTuple):
 
         Bytecode stays in the checkout, as after any start of ComfyUI: compiling takes seconds.
         """
-        # PYTHONPATH and VIRTUAL_ENV of this Python would mislead the other one.
+        # ComfyUI's Python would be misled by this Python's PYTHONPATH and VIRTUAL_ENV.
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -127,7 +127,7 @@ def find_comfyui() -> ComfyUI:
     missing = subprocess.run(
         [python, "-c", MISSING], capture_output=True, text=True, timeout=START_SECONDS, check=False
     ).stdout
-    # An empty list prints a line end. Without any output, this Python does not run.
+    # With nothing missing, only a line end is printed. No output means that Python did not run.
     if missing != "\n":
         raise NoComfyUIError(
             f"COMFYUI WITHOUT {missing.strip()}: install this pack's requirements.txt with "
@@ -194,7 +194,7 @@ class Server(NamedTuple):
         try:
             yield
         finally:
-            # First, because the waiting workflows would run as soon as the gate opens.
+            # The queue is cleared first: waiting workflows would run as soon as the gate opens.
             self.post("/queue", {"clear": True})
             gate.touch()
             while self.get("/prompt")["exec_info"]["queue_remaining"]:
@@ -237,7 +237,7 @@ def running_server(
     ]
     log = base / "server.log"
     with log.open("wb") as out:
-        # Into a file: a pipe that nobody reads would stop the server once it is full.
+        # The output goes to a file: a full pipe without a reader would stop the server.
         process = subprocess.Popen(
             command, cwd=comfyui.path, env=comfyui.environment(), stdout=out, stderr=out
         )

@@ -147,7 +147,7 @@ def find_chromium() -> Path:
 def running_browser() -> Iterator[Browser]:
     """Run this machine's Chromium, headless. Raises NoBrowserError."""
     chromium = find_chromium()
-    # Here, because playwright is optional.
+    # This import is here, because playwright is optional.
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -172,7 +172,7 @@ def opened_frontend(
     `settings` are ComfyUI's, by id. All others are as in a first start. A new profile has no state
     from earlier pages, in particular no pictures for nodes with the same ids.
     """
-    # Before the page is opened, because it reads the settings once.
+    # The page reads the settings once, so they are set before the page is opened.
     status, _ = server.post("/settings", {**SETTINGS, **settings})
     assert status == 200
     with browser.new_context(viewport={"width": width, "height": height}) as profile:
@@ -200,7 +200,7 @@ class SharedFrontends(AbstractContextManager["SharedFrontends"]):
         """Return the page of this height and these settings, without nodes, opened if need be."""
         key = height, *sorted({**SETTINGS, **settings}.items())
         if key in self._opened:
-            # Put last: the first one is closed when a third page is opened.
+            # The page is put last: the first one is closed when a third page is opened.
             found = self._opened[key] = self._opened.pop(key)
             # A page that a test loads again reads those of the page that was opened last.
             self._server.post("/settings", {**SETTINGS, **settings})

@@ -171,7 +171,7 @@ def refresh_page(docs: Path, schema: io.Schema, texts: Mapping[str, Any]) -> Non
     file = page_file(docs, schema.node_id, LANGUAGE)
     english = page_file(docs, schema.node_id, "en").read_text(encoding="utf-8")
     page = file.read_text(encoding="utf-8")
-    # By a function, because `re` would interpret backslashes in a text.
+    # A function returns the text, because `re` would interpret backslashes in a plain string.
     page = re.sub(r"\A# .*", lambda _: f"# {texts['display_name']}", page)
     page = with_section(page, INPUTS, "".join(f"{line}\n" for line in input_lines(schema, texts)))
     page = with_section(page, EXAMPLE, section(english, "Example").strip() + "\n")
@@ -240,7 +240,7 @@ def _default(socket: io.Input) -> str:
 def _limits(socket: io.Input) -> str:
     options: Mapping[str, Any] = socket.as_dict()
     if "min" in options:
-        # A seed's limit has 20 digits.
+        # A seed's limit has 20 digits, too many to read.
         most = "2^64-1" if options["max"] == LARGEST else options["max"]
         return f"；`{options['min']}..{most}`"
     if "default" in options and options.get("options"):

@@ -113,7 +113,7 @@ def rates(texts: Iterator[Prose]) -> Rates:
 
 def added_lines(commit: str) -> Mapping[str, frozenset[int]]:
     """Return line numbers added since a commit, by file."""
-    # Without context, so each line in a hunk is an added one.
+    # Without context, a hunk's new lines are exactly the added ones.
     command = ["git", "-C", str(ROOT), "diff", "--unified=0", "--no-color", commit, "--"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     added: dict[str, set[int]] = {}

@@ -71,7 +71,7 @@ def release_notes(changelog: str, version: str) -> str:
         ReleaseError: the version has no dated section, no notes, or is not the newest.
     """
     sections = re.split(r"^## ", changelog, flags=re.MULTILINE)
-    # The first section is the page's head. Empty ones stand in for missing ones.
+    # The first section is the page's head. Empty texts stand for missing sections.
     unreleased, newest = (*sections[1:], "", "")[:2]
     heading, _, body = newest.partition("\n")
     if not re.fullmatch(rf"\[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d", heading):

@@ -132,7 +132,7 @@ def _run_events(node_id: str, *, moving: bool) -> list[tuple[str, dict[str, Any]
             )
         )
 
-    # The product's own class, so the page gets events in their real form.
+    # The product's own class makes the events, so the page gets their real form.
     with RunEvents(announce, prompt_id="shown", node_id=node_id, experts=experts) as run:
         for step in steps:
             run.step(step)

@@ -51,7 +51,7 @@ def record() -> list[CodeType]:
 
     def recording(*arguments: Any) -> None:
         if not found:
-            # The original in place of this wrapper, whose frame is left out below.
+            # The original replaces this wrapper, so the wrapper's own frame is left out below.
             codes = [bind.__code__]
             frame: FrameType | None = sys._getframe(1)
             while frame is not None:
@@ -59,7 +59,7 @@ def record() -> list[CodeType]:
                 frame = frame.f_back
             # The text encoder streams too.
             if any(code.co_name == BLOCKS for code in codes):
-                # Code objects rather than frames, because frames would keep the tensors.
+                # Code objects are kept rather than frames, because frames would keep the tensors.
                 found.extend(codes)
         bind(*arguments)
 
