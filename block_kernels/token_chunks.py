@@ -13,8 +13,8 @@ from torch import nn
 from ..shapes import SHORT_CHUNK
 
 MIN_TOKENS = SHORT_CHUNK + 1
-"""Minimum size of a last chunk. MKL multiplies 1, 2 or 3 fp32 rows with another kernel, and the
-last bits differ."""
+"""Minimum size of a last chunk. MKL has other kernels for fewer fp32 rows, and the last bits
+differ."""
 ALL = slice(None)
 FEED_FORWARD_LAYERS = (2, 3)
 """Numbers of linear layers in a feed-forward: without and with a separate gate."""
