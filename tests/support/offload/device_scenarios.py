@@ -75,7 +75,7 @@ class MemorySource(RangeSource):
         longest_s: longest time for a read.
     """
 
-    def __init__(self, *, fp8: bool, growing: bool, longest_s: float) -> None:
+    def __init__(self, *, fp8: bool, growing: bool, longest_s: float = 0.0) -> None:
         random = torch.Generator().manual_seed(0)
         stored = torch.float8_e4m3fn if fp8 else torch.float32
         computed = torch.bfloat16 if fp8 else torch.float32
@@ -135,7 +135,6 @@ class Case:
         computed: the patches are functions, whose results stay in the RAM slots.
         growing: each block is larger than the one before.
         sharded: the group of ranks, if this engine is one of several.
-        longest_s: longest time for a read.
         in_place: blocks are copied from source memory, not from slots.
     """
 
@@ -149,11 +148,10 @@ class Case:
         computed: bool = False,
         growing: bool = False,
         sharded: Sharded | None = None,
-        longest_s: float = 0.0,
         in_place: bool = False,
     ) -> None:
         self.gpu = gpu
-        self.source = MemorySource(fp8=fp8, growing=growing, longest_s=longest_s)
+        self.source = MemorySource(fp8=fp8, growing=growing)
         rows = [self.source.formats[key].computed.tensors[0].shape[0] for key in KEYS]
         self.blocks = [nn.Linear(WIDTH, count, bias=False, device="meta") for count in rows]
         self.seen: list[tuple[BlockKey, int, torch.Tensor]] = []
@@ -347,22 +345,6 @@ def streamed(gpu: Accelerator, **how: Any) -> None:
     case.detach()
 
 
-@scenario
-def slow_reads(gpu: Accelerator) -> None:
-    """Visits that come before their blocks were read."""
-    case = Case(gpu, PARTLY_PINNED, longest_s=0.01)
-    case.run(delay=1000)
-    case.detach()
-
-
-@scenario
-def slow_host(gpu: Accelerator) -> None:
-    """Fetches due before the visits that free their buffers."""
-    case = Case(gpu, PARTLY_PINNED, patched=True)
-    case.run(pause_s=0.005)
-    case.detach()
-
-
 @scenarios(**KINDS)
 def recorded(gpu: Accelerator, **how: Any) -> None:
     """All times of a run are read."""
@@ -442,24 +424,6 @@ def stopped_early(gpu: Accelerator, **how: Any) -> None:
     case.detach()
 
 
-@scenarios(raw={}, patched_fp8={"patched": True, "fp8": True}, swap={"policy": BLOCK_SWAP})
-def streams_apart(gpu: Accelerator, **how: Any) -> None:
-    """Every run computes on a separate stream."""
-    case = Case(gpu, **how)
-    for _ in range(3):
-        case.run_apart(1, delay=1)
-    case.detach()
-
-
-@scenarios(**KINDS)
-def apart_once(gpu: Accelerator, **how: Any) -> None:
-    """A run fetches the last blocks, and the next run, on another stream, keeps them."""
-    case = Case(gpu, RESIDENT, **how)
-    case.run(1)
-    case.run_apart(1)
-    case.detach()
-
-
 @scenarios(**KINDS, in_place=IN_PLACE, in_place_patched={**IN_PLACE, "patched": True})
 def policy_changes(gpu: Accelerator, **how: Any) -> None:
     """The policy changes while the device computes."""
@@ -469,18 +433,6 @@ def policy_changes(gpu: Accelerator, **how: Any) -> None:
         case.engine.set_policy(policy)
         ruin(gpu, COUNT)
         assert how.get("in_place") or case.engine.pinned_bytes <= case.engine.host_bytes
-    case.detach()
-
-
-@scenarios(**KINDS)
-def policy_apart(gpu: Accelerator, **how: Any) -> None:
-    """The policy changes while a stream computes on which the blocks were not allocated."""
-    case = Case(gpu, BLOCK_SWAP, **how)
-    case.engine.allocate_buffers()
-    for policy in (OffloadPolicy.layerwise(0), PINNED):
-        case.run_apart(1, delay=1)
-        case.engine.set_policy(policy)
-        ruin(gpu, COUNT)
     case.detach()
 
 
@@ -560,19 +512,6 @@ def passing_blocks_released(gpu: Accelerator, **how: Any) -> None:
         assert case.engine.loaded_bytes < loaded
         ruin(gpu, COUNT)
     case.run()
-    case.detach()
-
-
-@scenarios(**KINDS)
-def buffers_elsewhere(gpu: Accelerator, **how: Any) -> None:
-    """Buffers take memory in use by earlier work, and the run is on another stream."""
-    gpu.delay()
-    ruin(gpu, COUNT)
-    case = Case(gpu, DEEP, **how)
-    gpu.delay()
-    ruin(gpu, COUNT)
-    case.engine.allocate_buffers()
-    case.run_apart(1)
     case.detach()
 
 
@@ -674,18 +613,6 @@ def gathered_growing(gpu: Accelerator) -> None:
     ranks.run(1)
     for ram in (case.engine.ram for case in ranks.cases):
         assert ram.locked_bytes <= ram.nbytes, "memory that was replaced is still locked"
-    ranks.detach()
-
-
-@scenarios(**PLACES)
-def gathered_apart(gpu: Accelerator, **how: Any) -> None:
-    """Every run on every rank computes on a separate stream.
-
-    The second one keeps blocks from the first.
-    """
-    ranks = Ranks(gpu, RESIDENT, **how)
-    ranks.run(1, apart=True)
-    ranks.run(1, apart=True)
     ranks.detach()
 
 
