@@ -4,8 +4,6 @@ These tests are skipped without a ComfyUI on this machine. `wanstream.tools.comf
 search path.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

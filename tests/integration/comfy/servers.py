@@ -1,7 +1,5 @@
 """Base directories for ComfyUI servers, small workflows, and the results of runs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,12 +1,9 @@
 """`wanstream batch --server` against a real ComfyUI."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,9 +43,6 @@ TWO = {
     "4": node("SaveImage", images=["3", 0], filename_prefix="batch/other"),
 }
 BROKEN = "line 1 failed: node 3 (EmptyImage): Value 0 smaller than min of 1: width"
-
-Batch = Callable[..., list[str]]
-Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture

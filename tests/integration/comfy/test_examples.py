@@ -1,13 +1,10 @@
 """Every example in `docs/examples/` and command in `docs/api.md`, unchanged on a real server."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,9 +26,6 @@ SECONDS = 180
 T2V = "workflows/api/t2v.json"
 EXPERTS = ["high"] * 3 + ["low"]
 """Experts of the steps in a small `t2v`."""
-
-Done = subprocess.CompletedProcess[str]
-Example = Callable[..., Done]
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Modules of checks in `inside`, each in a process of ComfyUI's own Python."""
 
-from __future__ import annotations
-
 import pytest
 
 from wanstream.tests.integration.comfy.servers import HERE

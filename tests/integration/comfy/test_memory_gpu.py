@@ -1,7 +1,5 @@
 """Our experts and a native model on a real device, with ComfyUI's memory flags and dynamic VRAM."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """A server's life: our workflow and a native one in turn, and the process's memory at the end."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

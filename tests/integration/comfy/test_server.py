@@ -3,8 +3,6 @@
 The server describes it as the embedded host does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -10,18 +10,15 @@ it checks inputs varies, so other faults would be found by chance), or up to thr
 not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Mapping
 
 import pytest
 
 from wanstream.host.embedded.files import Folders
 from wanstream.host.embedded.load_image import LoadImage
-from wanstream.host.embedded.workflow.validate import Socket, rules_of, sockets_of
+from wanstream.host.embedded.workflow.validate import rules_of, sockets_of
 from wanstream.nodes import WanStreamExtension
 from wanstream.tests.integration.comfy.servers import shipped
 from wanstream.tests.support.host.embedded import embedded_host, validate_workflow
@@ -71,10 +68,6 @@ RENAMED = {"invalid_prompt": "missing_node_type"}
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 CLASSES = {node.define_schema().node_id: node for node in (*NODES, LoadImage)}
 OUTPUTS = {name for name, node in CLASSES.items() if node.define_schema().is_output_node}
-
-Rng = random.Random
-Sockets = Mapping[str, list[Socket]]
-Verdict = tuple[str, dict[str, list[str]]]
 
 
 def _is_number(socket):

@@ -1,11 +1,8 @@
 """Workers behind a sampler in a real ComfyUI server, on the CPU, with a real Ray."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -80,9 +77,6 @@ def prompt(*, workers=True, seed=SEED, **sampler):
 def alone(served):
     """The latent as ComfyUI's own process computes it."""
     return latent_of(served, served.run(prompt(workers=False)))
-
-
-Same = Callable[[int], None]
 
 
 @pytest.fixture

@@ -4,12 +4,8 @@ Workflows with only our nodes also run in the embedded host, in ComfyUI's Python
 same and latents are compared bit by bit.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,6 @@ from safetensors.torch import load_file
 from wanstream.tests.integration.comfy.servers import (
     ROOT,
     WORKFLOWS,
-    Prompt,
     error_of,
     latent_of,
     shipped,
@@ -95,9 +90,6 @@ def embedded(comfyui, base, tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr
     return load_file(folder / "latents")
-
-
-Run = Callable[[Prompt], tuple[torch.Tensor, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Constants refused because they would silently become another value."""
 
-from __future__ import annotations
-
 import pytest
 
 from wanstream.host.input_values import InputValueError, plain_value, same_choice

@@ -3,8 +3,6 @@
 Some have block lists that run before a pass, or in another order than built.
 """
 
-from __future__ import annotations
-
 import comfy.model_base
 import torch
 

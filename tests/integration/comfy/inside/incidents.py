@@ -1,7 +1,5 @@
 """Runs in ComfyUI's own Python: incidents inside the blocks of a running model."""
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager
 

@@ -3,8 +3,6 @@
 `PATCHES` has functions that return a patched MODEL clone. Each call gives the patch its own state.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import wraps
 from importlib import import_module

@@ -3,8 +3,6 @@
 Both start from the same noise, and use euler and the `simple` schedule.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Runs in ComfyUI's own Python: checkpoints of tiny native models, ComfyUI's MODELs and ours."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """Runs in ComfyUI's own Python: text encoder, VAEs and given frames against ComfyUI's own nodes."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from unittest.mock import patch

@@ -4,8 +4,6 @@ They are compared with ComfyUI's samplers under the same conditions. The native 
 written by hand with ComfyUI's own functions, from the SVI 2.0 Pro description.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace as Namespace
 

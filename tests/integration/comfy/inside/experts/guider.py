@@ -3,8 +3,6 @@
 Both get the same sampler object, sigmas, noise and random state.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from contextlib import contextmanager

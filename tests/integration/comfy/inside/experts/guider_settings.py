@@ -3,8 +3,6 @@
 It is compared with our own sampler.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter

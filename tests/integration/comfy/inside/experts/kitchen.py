@@ -1,7 +1,5 @@
 """Runs in ComfyUI's own Python: comfy-kitchen's quantised matrices and operations, on a CPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from dataclasses import replace

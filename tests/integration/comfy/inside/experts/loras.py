@@ -1,7 +1,5 @@
 """Runs in ComfyUI's own Python: LoRAs on our experts, and on native ones by LoraLoaderModelOnly."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import folder_paths

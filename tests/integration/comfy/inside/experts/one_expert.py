@@ -3,8 +3,6 @@
 Our sampler and guider take the conditioning and the latents of ComfyUI's own nodes.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import torch

@@ -4,8 +4,6 @@ Distances are relative L2 between latents. Both sides start from the same fp16 f
 fp32, with the same noise, euler and `simple`.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import torch

@@ -1,7 +1,5 @@
 """Runs in ComfyUI's own Python: sigmas, noise and image condition, equal to the bit."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace as Namespace
 
 import torch

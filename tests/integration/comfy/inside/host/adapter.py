@@ -4,8 +4,6 @@ The embedded host's files and pictures are compared with ComfyUI's own. `test_se
 the `io` module by the nodes that it describes.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

@@ -1,7 +1,5 @@
 """Runs in ComfyUI's own Python: the public names of ComfyUI in `host/comfy`, and our overrides."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

@@ -4,8 +4,6 @@ Each case sets the device capacity in bytes, and loaded models use it up. The ex
 and compute on the CPU.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from contextlib import ExitStack, contextmanager

@@ -3,8 +3,6 @@
 `OLD` cores are like 0.3.64, all others like 0.18.1 and 0.33.0.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from functools import cache, partial

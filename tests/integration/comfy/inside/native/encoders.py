@@ -1,7 +1,5 @@
 """Runs in ComfyUI's Python: streamed text encoders and checkpoints against ComfyUI's loaders."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

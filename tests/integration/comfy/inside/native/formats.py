@@ -3,8 +3,6 @@
 The results are bit-equal to ComfyUI's own runs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import math

@@ -1,7 +1,5 @@
 """Runs in ComfyUI's own Python: blocks that a model or a node enters from their inner modules."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext, suppress
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Runs in ComfyUI's Python: two experts as one MODEL against ComfyUI's own models, bit by bit."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref

@@ -1,7 +1,5 @@
 """Runs in ComfyUI's own Python: streamed models in ComfyUI's hands, from errors to deletion."""
 
-from __future__ import annotations
-
 import gc
 import os
 import warnings

@@ -3,8 +3,6 @@
 LoRAs, Stream Model, merging, saving, extracting, hooks and compiled blocks.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from functools import partial

@@ -3,8 +3,6 @@
 Both models come from one file by `families`, and run with the same input.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Runs in ComfyUI's own Python: the memory after queue items, in a process of its own."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Runs in ComfyUI's Python: shared visits, errors, short memory, policies and events of runs."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math

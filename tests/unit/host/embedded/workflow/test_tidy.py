@@ -1,7 +1,5 @@
 """Parts added to exported workflows by ComfyUI's frontend, and settings similar to them."""
 
-from __future__ import annotations
-
 import pytest
 
 from wanstream.tests.support.host.embedded import run_workflow
