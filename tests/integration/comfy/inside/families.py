@@ -608,14 +608,11 @@ def load_lora(model, path, strength=1.0):
 
 
 @torch.inference_mode()
-def native(path, family, *, weight_dtype="default", loras=()):
-    """Return the MODEL from Load Diffusion Model and one Load LoRA per file."""
+def native(path, family, *, weight_dtype="default"):
+    """Return the MODEL from Load Diffusion Model."""
     options = dict(WEIGHT_DTYPES[weight_dtype])
     with given_configuration(family):
-        model = sd.load_diffusion_model(str(path), model_options=options)
-    for lora in loras:
-        model = load_lora(model, lora)
-    return model
+        return sd.load_diffusion_model(str(path), model_options=options)
 
 
 @torch.inference_mode()

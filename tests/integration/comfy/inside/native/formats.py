@@ -71,14 +71,6 @@ OTHERS = (
     "first_stage_model.a",
 )
 Q = "blocks.0.self_attn.q"
-MARKERS = {
-    b"{": "q.comfy_quant is not JSON",
-    b'{"format": "int2"}': f"layer {Q} is quantised as int2, which this ComfyUI does not have",
-    "{}": "_quantization_metadata has no layers",
-}
-"""Broken markers of a layer, in a tensor (bytes) or in the header, and the message. The unit tests
-of experts have more, which are refused by the same code."""
-
 SCALED = {
     "one": Form(shape="[]"),
     "one e5m2 fp64": Form(dtype=E5M2, scale=FP64, shape="[]", key="scale_weight"),
@@ -380,7 +372,7 @@ def check_gguf_is_the_decoded_file_loaded_by_comfyui(files, name, prefix):
 
 def check_packed_weights_take_a_lora_and_are_not_saved_or_merged(files):
     path, decoded = gguf_and_decoded(files.folder, WAN)
-    expected = sample(native(decoded, WAN, loras=[files.lora()]), WAN)
+    expected = sample(load_lora(native(decoded, WAN), files.lora()), WAN)
     model = streamed(path, WAN)
     patched = sample(load_lora(model, files.lora()), WAN)
     assert torch.equal(patched, expected)
@@ -636,11 +628,8 @@ def check_scales_without_a_marker(files, name):
 
 
 @for_each(
-    (BF16, "scaled_fp8"),
-    (FP16, "scaled_fp8"),
-    (BF16, "comfy_quant"),
-    (FP16, "comfy_quant"),
-    (FP64, "comfy_quant"),
+    *((dtype, "scaled_fp8") for dtype in (BF16, FP16)),
+    *((dtype, "comfy_quant") for dtype in (BF16, FP16, FP64)),
 )
 def check_marked_scales_in_another_dtype(files, dtype, layout):
     """Next to the same values in fp32."""
@@ -661,30 +650,18 @@ def check_marked_scales_in_another_dtype(files, dtype, layout):
     assert same_as(path, reference)
 
 
-def save_with_marker(folder, text, metadata):
-    """Save one quantised layer with the marker `text`, or in the header, next to the good file."""
-    require(QUANT_ALGOS, MARKS)
-    path, reference = (folder / f"{each}.safetensors" for each in ("marker", "reference"))
-    stored, _ = scaled_file(SCALED["one"])
-    plain = {key: tensor.bfloat16() for key, tensor in WAN.weights().items()}
-    stored = plain | {key: each for key, each in stored.items() if key.startswith(Q)}
-    save_file(marked(stored), reference)
-    more = {} if text is None else {f"{Q}.comfy_quant": torch.tensor(list(text), dtype=torch.uint8)}
-    save_file(stored | more, path, dict(metadata))
-    return path, reference
-
-
 def check_markers_in_other_spellings(files):
-    assert same_as(*save_with_marker(files.folder, b"float8_e4m3fn", {}))
-    strings = json.dumps({"layers": {Q: "float8_e4m3fn"}})
-    assert same_as(*save_with_marker(files.folder, None, {"_quantization_metadata": strings}))
-
-
-@for_each(*MARKERS)
-def check_broken_markers_are_refused(files, text):
-    header = {} if isinstance(text, bytes) else {"_quantization_metadata": text}
-    path, _ = save_with_marker(files.folder, None if header else text, header)
-    refuse_to_load(path, path.name, MARKERS[text])
+    """A layer's format by its bare name, in a tensor or in the header, next to the usual marker."""
+    require(QUANT_ALGOS, MARKS)
+    path, reference = (files.folder / f"{each}.safetensors" for each in ("marker", "reference"))
+    quantised, stored = scaled_file(SCALED["one"])
+    stored |= {key: each for key, each in quantised.items() if key.startswith(Q)}
+    save_file(marked(stored), reference)
+    bare = {f"{Q}.comfy_quant": torch.tensor(list(b"float8_e4m3fn"), dtype=torch.uint8)}
+    header = {"_quantization_metadata": json.dumps({"layers": {Q: "float8_e4m3fn"}})}
+    for more, metadata in ((bare, {}), ({}, header)):
+        save_file(stored | more, path, metadata)
+        assert same_as(path, reference)
 
 
 def refuse_with(folder, more, words, without=""):
@@ -694,8 +671,7 @@ def refuse_with(folder, more, words, without=""):
     refuse_to_load(path, path.name, words)
 
 
-def check_layers_with_two_scales_or_without_a_part_are_refused(files):
-    refuse_with(files.folder, {f"{Q}.scale_weight": torch.ones(1)}, f"{Q} has two scales")
+def check_marked_layers_without_a_part_are_refused(files):
     require(QUANT_ALGOS, MARKS)
     names = ("float8_e4m3fn", "nvfp4")
     fp8, nvfp4 = ({f"{Q}.comfy_quant": quant_marker(format=name)} for name in names)
@@ -710,16 +686,8 @@ def check_layers_with_two_scales_or_without_a_part_are_refused(files):
 PATCHES = "patch_embedding.weight"
 GGUF_SHAPES = {
     "usual": lambda name, each: each.flatten(0, 1) if name == PATCHES else each,
-    "block modulation": lambda name, each: (
-        each[0] if name.endswith(".modulation") and "blocks" in name else each
-    ),
-    "one modulation": lambda name, each: each[0] if name == "blocks.2.modulation" else each,
-    "head modulation": lambda name, each: each[0] if name == "head.modulation" else each,
-    "folded patches": lambda name, each: each.reshape(-1, 1, 2, 2) if name == PATCHES else each,
-    "patches as a matrix": lambda name, each: each.flatten(1) if name == PATCHES else each,
-    "flat patches": lambda name, each: each.flatten() if name == PATCHES else each,
-    "all": lambda name, each: (
-        each.squeeze().flatten(0, 1) if "patch_embedding.w" in name else each.squeeze()
+    "without ones": lambda name, each: (
+        each.squeeze().flatten(0, 1) if name == PATCHES else each.squeeze()
     ),
 }
 
