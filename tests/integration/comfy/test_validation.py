@@ -23,27 +23,12 @@ from wanstream.nodes import WanStreamExtension
 from wanstream.tests.integration.comfy.servers import shipped
 from wanstream.tests.support.host.embedded import embedded_host, validate_workflow
 from wanstream.tests.support.host.shipped import node
+from wanstream.tools.templates import TITLES
 
 pytestmark = pytest.mark.comfy
 
 WORKFLOWS = 200
 SOUND = 60
-SHIPPED = [
-    "t2v",
-    "i2v",
-    "flf2v",
-    "t2v_lightning",
-    "i2v_lightning",
-    "three_stages",
-    "continue_video",
-    "long_video",
-    "fun_inp",
-    "wan21_t2v",
-    "wan21_i2v",
-    "wan22_5b_t2v",
-    "wan22_5b_i2v",
-]
-
 # Every verdict and fault must come up among the workflows.
 KINDS = {
     "valid",
@@ -67,6 +52,13 @@ RENAMED = {"invalid_prompt": "missing_node_type"}
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 CLASSES = {node.define_schema().node_id: node for node in (*NODES, LoadImage)}
+SHIPPED = [
+    name
+    for name, prompt in ((each, shipped(each)) for each in TITLES)
+    if {"policy", "sampler", "save"} <= prompt.keys()
+    and "images" in prompt["save"]["inputs"]
+    and {each["class_type"] for each in prompt.values()} <= CLASSES.keys()
+]
 OUTPUTS = {name for name, node in CLASSES.items() if node.define_schema().is_output_node}
 
 
@@ -76,10 +68,6 @@ def _is_number(socket):
 
 def _is_link(socket):
     return socket.io_type not in {"INT", "FLOAT", "COMBO", "STRING", "BOOLEAN"}
-
-
-def _is_not(io_type):
-    return lambda socket: socket.io_type != io_type
 
 
 # Faults in one input that its node does not check: which input, and a wrong value for it.
@@ -93,7 +81,7 @@ INPUT_FAULTS = {
     ),
     "no link": (lambda _: True, lambda rng, _: rng.choice([[], ["1"], ["1", 0, 0]])),
     "constant": (_is_link, lambda rng, _: rng.choice([5, "text", None, {"samples": 1}])),
-    "wrong type": (_is_not("WANSTREAM_POLICY"), lambda *_: ["policy", 0]),
+    "wrong type": (lambda one: one.io_type != "WANSTREAM_POLICY", lambda *_: ["policy", 0]),
     "dangling": (_is_link, lambda rng, _: rng.choice([["99", 0], ["no", 1], [1, 0], [[], 0]])),
     "no output": (_is_link, lambda rng, _: ["save", rng.choice([0, 7, -9, "0", 0.5])]),
 }
