@@ -24,24 +24,17 @@ from wanstream.tests.support.host.embedded import embedded_host
 from wanstream.tests.support.host.given_nodes import Shown
 from wanstream.tests.support.host.shipped import node
 
-# Decodes a video in a separate process and prints the peak memory in KiB.
+# Decodes a video in a separate process and prints the peak memory.
 PEAK = """
 import sys
 from pathlib import Path
-
 from wanstream.host.embedded.load_video import GetVideoComponents, VideoFile
+from wanstream.tests.support.wan.process_counters import memory_bytes
 
-
-def status(field):
-    lines = open("/proc/self/status").read().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith(field + ":")))
-
-
-with open("/proc/self/clear_refs", "w") as refs:
-    refs.write("5")  # the peak counts from here
-before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+before = memory_bytes("VmRSS")
 GetVideoComponents.execute(VideoFile(Path(sys.argv[1])))
-print(status("VmHWM") - before)
+print(memory_bytes("VmHWM") - before)
 """
 
 
@@ -144,7 +137,7 @@ def test_frames_are_in_memory_once(tmp_path):
     write_video(tmp_path / "a.mp4", zeros, fps=12, crf=30, metadata={})
     command = [sys.executable, "-c", PEAK, str(tmp_path / "a.mp4")]
     peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    frames = 100 * 240 * 320 * 3 * 4 / 1024
+    frames = 100 * 240 * 320 * 3 * 4
     assert frames < peak < 1.3 * frames
 
 
