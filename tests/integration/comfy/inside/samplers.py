@@ -4,18 +4,15 @@ Both start from the same noise, and use euler and the `simple` schedule.
 """
 
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from comfy import samplers, sd, utils
+from comfy import samplers, sd
 from comfy_extras import nodes_custom_sampler
 from comfy_extras.nodes_model_advanced import ModelSamplingSD3
 
 import nodes
 from wanstream.nodes.sampler import WanStreamSampler
-from wanstream.testing.components import save_vae_file
-from wanstream.testing.weights import make_vae
 
 from .families import _difference, _normal
 from .patches import node_results
@@ -70,14 +67,6 @@ def back_and_forth(model, x, sigmas, extra_args=None, callback=None, disable=Non
         if callback is not None:
             callback({"i": step, "denoised": denoised, "x": x})
     return x
-
-
-def write_vae(folder):
-    """Return ComfyUI's VAE from a file. Older versions support only the real width."""
-    is_thin = "decoder.head.0.gamma" in Path(sd.__file__).read_text(encoding="utf-8")
-    path = folder / "vae.safetensors"
-    save_vae_file(make_vae(seed=3, base_dim=16 if is_thin else 96), path)
-    return sd.VAE(sd=utils.load_torch_file(str(path)))
 
 
 def ksampler(

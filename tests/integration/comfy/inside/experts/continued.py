@@ -4,11 +4,9 @@ They are compared with ComfyUI's samplers under the same conditions. The native 
 written by hand with ComfyUI's own functions, from the SVI 2.0 Pro description.
 """
 
-from pathlib import Path
 from types import SimpleNamespace as Namespace
 
 import comfy.latent_formats
-import folder_paths
 import node_helpers
 import torch
 
@@ -16,7 +14,7 @@ import nodes
 from wanstream.nodes.clips.continue_video import WanStreamContinueVideo
 from wanstream.nodes.clips.latent_files import WanStreamLoadLatent, WanStreamSaveLatent
 
-from ..checks import for_each, refused
+from ..checks import for_each
 from ..families import _difference, _normal
 from ..samplers import NEAR, ksamplers, our_sampler
 from .guider import SHIFT, Side
@@ -73,7 +71,6 @@ def check_three_clips(pair, overlap):
         ours = our_clip(pair, seed, previous=ours, anchor={"samples": ANCHOR}, overlap=overlap)
         assert _difference(ours["samples"], native) <= NEAR
         clips.append(native)
-    assert native.shape == (1, 16, 5, 4, 6)
     other = native_clip(pair, ANCHOR, clips[0] + 0.5, overlap, SEEDS[1])
     assert _difference(other, clips[1]) > 10 * NEAR, "a clip depends on the one before"
 
@@ -93,10 +90,6 @@ def check_latent_files(pair):
     assert torch.equal(loaded["samples"], first["samples"])
     (choices,) = (each.options for each in WanStreamLoadLatent.define_schema().inputs)
     assert {ours, theirs} <= {*choices}
-    folder = Path(folder_paths.get_output_directory()).parent
-    before = {*folder.glob("x_*")}
-    refused(lambda: Saver.execute(first, "../x"), "leaves the folder")
-    assert {*folder.glob("x_*")} == before
 
 
 def setup(folder):

@@ -7,7 +7,7 @@ import copy
 import random
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from types import FunctionType
 from types import SimpleNamespace as Namespace
 
@@ -24,7 +24,7 @@ from wanstream.host.comfy.experts.guider import ExpertsGuider
 from wanstream.host.comfy.samplers import predicted_sigmas, preserve_random_state
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas
 from wanstream.plan import AutoOffload, Machine, OffloadPolicy
-from wanstream.sampling import DenoiseRequest, denoise
+from wanstream.sampling import DenoiseRequest, FirstBlockCache, denoise
 from wanstream.sampling.steps import NonFiniteLatentError, RequestError
 from wanstream.schema.refs.experts import ExpertsRef
 from wanstream.tests.support.rounding import ROUNDING
@@ -127,17 +127,7 @@ class Side:
         return ours
 
 
-def sampled(
-    guider,
-    sampler="euler",
-    sigmas=None,
-    *,
-    seed=SEED,
-    latent=None,
-    noise=None,
-    mask=None,
-    callback=None,
-):
+def sampled(guider, sampler="euler", sigmas=None, *, seed=SEED, latent=None, noise=None, **more):
     """A run as SamplerCustomAdvanced makes it, the random state set to the same start."""
     if isinstance(sampler, str):
         sampler = samplers.sampler_object(sampler)
@@ -149,9 +139,9 @@ def sampled(
     numpy.random.seed(0)
     random.seed(0)
     noise = sample.prepare_noise(latent, SEED) if noise is None else noise
-    settings = {"denoise_mask": mask, "callback": callback, "disable_pbar": True, "seed": seed}
     # A copy: some samplers write into their sigmas.
-    return guider.sample(noise, latent, sampler, sigmas.clone(), **settings)
+    given = (noise, latent, sampler, sigmas.clone())
+    return guider.sample(*given, seed=seed, disable_pbar=True, **more)
 
 
 def simple_sigmas(name="euler"):
@@ -261,7 +251,7 @@ def check_mask(side, name):
     mask[..., :4] = 1
     mask[:, :, 1:, :, 2:5] = 0.5
     for start in (0, 2):
-        result = side.check(name, simple_sigmas()[start:], latent=latent, mask=mask)
+        result = side.check(name, simple_sigmas()[start:], latent=latent, denoise_mask=mask)
         assert (result - latent)[:, :, :1, :, 5:].abs().max() <= 1e-5, "kept"
 
 
@@ -271,7 +261,7 @@ def check_odd_sizes(side, *size):
     zeros = torch.zeros(1, 16, *size)
     native = side.check(latent=zeros)
     mask = _normal(1, 1, *size, seed=5).sigmoid()
-    side.check(latent=_normal(2, 16, *size, seed=3), mask=mask)
+    side.check(latent=_normal(2, 16, *size, seed=3), denoise_mask=mask)
     ours, _ = side.by_our_sampler(sample.prepare_noise(zeros, SEED))
     assert _difference(ours, native) <= NEAR
 
@@ -333,16 +323,21 @@ def check_predicted_calls(side):
     assert [*map(facts, predicted["steps"])] == [*map(facts, steps)]
 
 
-def check_planned_policy(side):
-    """Policies left to the planner, twice. The first step shows a fast disk."""
-    whole = sampled(side.ours(), "heun")
+@for_each({}, {"cache": FirstBlockCache(threshold=0.55)})
+def check_planned_policy(side, chosen):
+    """Policies left to the planner, twice. The first step shows a fast disk.
+
+    A first-block cache keeps the first block.
+    """
+    whole = sampled(side.ours(**chosen), "heun")
     with planned_by(AutoPlanner(slow_machine)):
-        guider = side.ours(policy=AutoOffload())
+        guider = side.ours(**chosen, policy=AutoOffload())
         assert torch.equal(sampled(guider, "heun"), whole)
         assert torch.equal(sampled(guider, "heun"), whole)
     assert guider.timeline.changes[0].startswith("chosen: ")
     moved = sum(step.bytes_moved for step in guider.timeline.steps)
     assert moved == 0, "with so slow a disk both experts stay"
+    assert guider.model_patcher.policy.pin_first_block == bool(chosen)
 
 
 def check_split_sigmas(side):
@@ -359,16 +354,6 @@ def check_endless_sampler(side):
     patcher = side.ours().model_patcher
     guider = Namespace(inner_model=patcher.model, model_patcher=patcher)
     assert len(predicted_sigmas(guider, sampler, simple_sigmas(), SEED)) == 2000
-
-
-def check_our_sampler(side):
-    guider = side.ours()
-    result = sampled(guider)
-    noise = sample.prepare_noise(torch.zeros(SHAPE), SEED)
-    ours, timeline = side.by_our_sampler(noise)
-    assert _difference(result, ours) <= ROUNDING
-    facts = attrgetter("bytes_moved", "expert", "sigma")
-    assert [*map(facts, guider.timeline.steps)] == [*map(facts, timeline.steps)]
 
 
 def check_interrupt(side):
@@ -573,7 +558,7 @@ def check_images(text):
     image = _normal(*SHAPE, seed=4)
     mask = torch.ones(1, 1, *SHAPE[2:])
     mask[:, :, :1] = 0
-    side.with_values(concat_latent_image=image).check(latent=image, mask=mask)
+    side.with_values(concat_latent_image=image).check(latent=image, denoise_mask=mask)
 
 
 def setup(folder):

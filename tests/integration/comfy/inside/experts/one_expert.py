@@ -3,29 +3,18 @@
 Our sampler and guider take the conditioning and the latents of ComfyUI's own nodes.
 """
 
-from functools import cache, partial
+from functools import cache
 
 import torch
-from comfy_extras.nodes_wan import Wan22ImageToVideoLatent, WanImageToVideo
+from comfy_extras.nodes_wan import Wan22ImageToVideoLatent
 
 from wanstream.nodes.guider import WanStreamGuider
-from wanstream.sampling.steps import RequestError
 from wanstream.schema.refs.experts import ExpertsRef
 from wanstream.testing import TinyShape, make_expert, save_expert_file
 
-from ..checks import for_each, refused
-from ..families import _clip, _difference, _normal
-from ..samplers import (
-    NEAR,
-    assert_near,
-    guided,
-    ksampler,
-    our_sampler,
-    shifted,
-    simple_sigmas,
-    texts,
-    write_vae,
-)
+from .. import samplers
+from ..checks import for_each
+from ..families import _difference, _normal
 from .variants import Vae
 
 SHIFT = 5.0
@@ -37,9 +26,7 @@ FRAMES = 9
 """Latent height and width, and frames."""
 SIZE = (3, HEIGHT, WIDTH)
 EMPTY = {"samples": torch.zeros(1, 16, *SIZE)}
-TEXTS = texts(12, 9)
-LONG_TEXTS = texts(512, 512)
-"""Texts next to an image have 512 tokens: diffusers takes the last 512 rows for them."""
+TEXTS = samplers.texts(12, 9)
 
 
 class One:
@@ -49,32 +36,32 @@ class One:
         file = folder / f"{seed}.safetensors"
         save_expert_file(make_expert(TinyShape(**shape), seed=seed), file, dtype=dtype)
         self.ref = ExpertsRef(high_noise=file, single=True, compute_dtype="float32")
-        self.model = shifted(file, SHIFT)
+        self.model = samplers.shifted(file, SHIFT)
 
-    def native(self, latent, sides=TEXTS, cfg=GUIDANCE, **settings):
-        return ksampler(self.model, sides, latent, steps=STEPS, cfg=cfg, **settings)
+    def native(self, latent, cfg=GUIDANCE, **settings):
+        return samplers.ksampler(self.model, TEXTS, latent, steps=STEPS, cfg=cfg, **settings)
 
-    def ours(self, latent, sides=TEXTS, cfg=GUIDANCE, start=0, **more):
+    def ours(self, latent, cfg=GUIDANCE, start=0, **more):
         """Run our sampler. The settings for a low-noise expert are ignored."""
         settings = {"steps": STEPS, "flow_shift": SHIFT, "start_step": start, **more}
-        return our_sampler(self.ref, sides, latent, cfg=(cfg, 9.0), **settings)
+        return samplers.our_sampler(self.ref, TEXTS, latent, cfg=(cfg, 9.0), **settings)
 
-    def compare(self, latent, sides=TEXTS, **settings):
-        native = self.native(latent, sides, **settings)
-        return assert_near(self.ours(latent, sides, **settings), native)
+    def compare(self, latent, **settings):
+        return samplers.assert_near(self.ours(latent, **settings), self.native(latent, **settings))
 
-    def guider(self, sides=TEXTS, low=1.0, boundary=0.875):
+    def guider(self, low=1.0, boundary=0.875):
         given = {"flow_shift": SHIFT, "boundary_ratio": boundary}
         given |= {"guidance_high": GUIDANCE, "guidance_low": low}
-        return WanStreamGuider.execute(self.ref, *sides, **given).args[0]
+        return WanStreamGuider.execute(self.ref, *TEXTS, **given).args[0]
 
     def by_guider(self, guider, latent, name="euler"):
-        return guided(guider, latent, simple_sigmas(self.model, STEPS, name), name)
+        sigmas = samplers.simple_sigmas(self.model, STEPS, name)
+        return samplers.guided(guider, latent, sigmas, name)
 
-    def compare_guider(self, latent, name, sides=TEXTS):
-        ours = self.by_guider(self.guider(sides), latent, name)
-        native = self.native(latent, sides, sampler=name)
-        assert _difference(ours, native["samples"]) <= NEAR
+    def compare_guider(self, latent, name):
+        ours = self.by_guider(self.guider(), latent, name)
+        native = self.native(latent, sampler=name)
+        assert _difference(ours, native["samples"]) <= samplers.NEAR
         return ours
 
 
@@ -100,37 +87,13 @@ def check_our_guider(folder, name):
     guider = one.guider()
     ours = one.by_guider(guider, EMPTY, name)
     native = one.native(EMPTY, sampler=name)
-    assert _difference(ours, native["samples"]) <= NEAR
+    assert _difference(ours, native["samples"]) <= samplers.NEAR
     ignored = one.guider(low=9.0, boundary=0.1)
     assert torch.equal(ours, one.by_guider(ignored, EMPTY, name))
     steps = guider.timeline.steps
     assert {step.expert for step in steps} == {"high"}
     assert guider.recompiled == 0
     assert len({step.bytes_moved for step in steps}) == 1
-
-
-def check_image(folder):
-    """An image with the CLIP vision embedding of it, with another embedding, and without one."""
-    one = One(folder, 2, torch.float32, in_channels=36, image_dim=1280)
-    vae = write_vae(folder)
-    size = (8 * WIDTH, 8 * HEIGHT)
-    start = torch.rand(1, *size[::-1], 3)
-
-    def given(vision):
-        node = WanImageToVideo.execute
-        *sides, latent = node(*LONG_TEXTS, vae, *size, FRAMES, 1, start, vision).result
-        return sides, latent
-
-    results = []
-    for seed in (3, 4):
-        sides, latent = given(_clip(tokens=257, width=1280, seed=seed))
-        results.append(one.compare(latent, sides))
-    assert _difference(*results) > 100 * NEAR, "what CLIP sees matters"
-    one.compare_guider(latent, "dpmpp_2m", sides)
-    blind, latent = given(None)
-    missing = "the model has an image branch (Wan2.1 I2V), and the request has no image embedding"
-    refused(partial(one.ours, latent, blind), missing, kind=RequestError)
-    refused(partial(one.by_guider, one.guider(blind), latent), missing, kind=RequestError)
 
 
 def begun(images, batch=1):
@@ -145,7 +108,7 @@ def check_start_images(folder):
     latent = begun(1)
     without = model.compare(begun(0))
     result = model.compare(latent)
-    assert _difference(result[:, :, :1], latent["samples"][:, :, :1]) <= NEAR
+    assert _difference(result[:, :, :1], latent["samples"][:, :, :1]) <= samplers.NEAR
     assert _difference(result[:, :, 1:], without[:, :, 1:]) > 1e-2
     model.compare(begun(1, batch=2))
     model.compare(begun(5))
@@ -169,4 +132,4 @@ def check_start_image_by_our_guider(folder, name):
     ours = model.compare_guider(latent, name)
     assert (ours - samples)[:, :, :1].abs().max() <= 1e-5, "the frame stays"
     plain = model.by_guider(model.guider(), {"samples": samples}, name)
-    assert _difference(ours[:, :, 1:], plain[:, :, 1:]) > 100 * NEAR
+    assert _difference(ours[:, :, 1:], plain[:, :, 1:]) > 100 * samplers.NEAR

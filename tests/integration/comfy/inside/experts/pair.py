@@ -7,17 +7,19 @@ fp32, with the same noise, euler and `simple`.
 from functools import cache, partial
 
 import torch
-from comfy import samplers
+from comfy import model_sampling, samplers
 from comfy_extras.nodes_custom_sampler import SamplerCustom
 from comfy_extras.nodes_wan import WanFirstLastFrameToVideo, WanImageToVideo
 
+from wanstream.sampling.steps.schedules import simple_schedule
 from wanstream.schema.refs.experts import ExpertsRef
 from wanstream.testing import TinyShape, make_expert, save_expert_file
 
 from ..checks import for_each, refused
 from ..families import _normal
 from ..patches import node_results
-from ..samplers import assert_near, ksampler, ksamplers, our_sampler, shifted, texts, write_vae
+from ..samplers import assert_near, ksampler, ksamplers, our_sampler, shifted, texts
+from .variants import Vae
 
 WIDTH = 48
 HEIGHT = 32
@@ -36,18 +38,14 @@ VIDEO = {"samples": _normal(1, 16, *LATENT, seed=4)}
 TEXTS = texts(7, 5)
 
 
-def _expert(seed, channels):
-    return make_expert(TinyShape(in_channels=channels, layers=3), seed=seed)
-
-
 class Pair:
     """Both experts, by ComfyUI's nodes and by ours."""
 
     def __init__(self, folder):
         self.folder = folder
         for name, (seed, channels) in EXPERTS.items():
-            save_expert_file(_expert(seed, channels), self.file(name), dtype=torch.float16)
-        self.vae = write_vae(folder)
+            expert = make_expert(TinyShape(in_channels=channels, layers=3), seed=seed)
+            save_expert_file(expert, self.file(name), dtype=torch.float16)
         self.model = cache(lambda name: shifted(self.file(name), SHIFT))
 
     def file(self, name):
@@ -76,6 +74,16 @@ class Pair:
 
 
 setup = Pair
+
+
+def check_simple_sigmas(_):
+    """They are ComfyUI's to the bit."""
+    sampling = model_sampling.ModelSamplingDiscreteFlow()
+    for steps in (1, 4, 20, 27, 38, 40, 186):
+        for shift in (1.0, 3.0, 5.0, 8.0, 12.0):
+            sampling.set_parameters(shift=shift)
+            ours = torch.tensor(simple_schedule(steps, shift).sigmas)
+            assert torch.equal(ours, samplers.simple_scheduler(sampling, steps))
 
 
 def check_text_to_video(pair):
@@ -175,9 +183,9 @@ START = _picture(5)
 END = _picture(6)
 
 
-def with_images(pair, name):
+def with_images(name):
     """Return conditioning and latent by ComfyUI's nodes."""
-    given = (*TEXTS, pair.vae, WIDTH, HEIGHT, FRAMES)
+    given = (*TEXTS, Vae(16, 8), WIDTH, HEIGHT, FRAMES)
     if name in ("flf", "last frame"):
         start = START if name == "flf" else None
         return WanFirstLastFrameToVideo.execute(*given, 1, start, END).result
@@ -187,13 +195,13 @@ def with_images(pair, name):
 
 @for_each("start", "batch of 2", "5 frames", "flf", "last frame")
 def check_image_to_video(pair, name):
-    *sides, latent = with_images(pair, name)
+    *sides, latent = with_images(name)
     pair.compare(latent, sides, "i2v_high", "i2v_low")
 
 
 def check_an_image_without_a_mask(pair):
     name = "concat_latent_image"
-    given = with_images(pair, "start")[:2]
+    given = with_images("start")[:2]
     sides = [[[text, {name: values[name]}]] for ((text, values),) in given]
     for latent in (EMPTY, {**VIDEO, "noise_mask": LAST_FRAMES}):
         ours = pair.ours(latent, "i2v_high", "i2v_low", sides=sides, switch=0, cfg=(4.0, 4.0))

@@ -244,6 +244,14 @@ def check_fun_model(folder, name):
         assert _difference(changed, plain) > 1e-3, f"{each} has no effect"
 
 
+def check_a_missing_image_embedding_is_refused(folder):
+    models = Models(folder, FUN["fun_inp_21"])
+    inputs = replace(models.variant, optional=("start_image", "end_image")).inputs()
+    words = "the model has an image branch (Wan2.1 I2V), and the request has no image embedding"
+    for run in (models.ours, models.by_guider):
+        refused(partial(run, inputs), words, kind=RequestError)
+
+
 # They have every per-video value: image, mask, reference and CLIP, in a pair and with 48 channels.
 @for_each("fun_control_22", "fun_control_21", "fun_control_5b")
 def check_two_videos(folder, name):
@@ -293,14 +301,6 @@ def check_context_guidance(folder, pair, batch):
     assert _difference(ours, models.ours(inputs)) > 0.01
     words = "context_guidance is 1.75, which Wan Guider does not apply"
     refused(lambda: models.guider(inputs, guidance=guidance), words, kind=RequestError)
-
-
-def check_refusals(folder):
-    models = Models(folder, FUN["fun_inp_22"])
-    inputs = FUN["fun_control_22"].inputs()
-    words = "the conditioning of Wan2.2 Fun Control is connected"
-    for run in (models.ours, models.by_guider):
-        refused(partial(run, inputs), words, kind=RequestError)
 
 
 SIZE = {"width": 48, "height": 32}

@@ -18,7 +18,6 @@ from wanstream.wan import Nag
 SIGMAS = (1.0, 0.9, 0.6, 0.3, 0.0)
 PAIR = GuiderSettings(boundary_ratio=0.8, guidance=Guidance(scales=(4.0, 3.0)))
 ONE = GuiderSettings(boundary_ratio=0.0, guidance=Guidance(scales=(5.0, 5.0)))
-SCALES = PAIR.guidance.scales
 WINDOWS = ContextWindows(frames=3, overlap=1)
 
 
@@ -30,7 +29,7 @@ def guider_steps(settings=PAIR, sigmas=SIGMAS, **changes):
 
 
 def guided(**settings) -> Guidance:
-    return Guidance(scales=SCALES, **settings)
+    return replace(PAIR.guidance, **settings)
 
 
 def mag_cache(steps: int = 4) -> MagCache:
