@@ -26,14 +26,11 @@ from ..checks import for_each, refused
 from ..families import _clip
 from .variants import Vae
 
-START_IMAGE_NODES = (
-    "WanImageToVideo", "WanFirstLastFrameToVideo", "WanFunInpaintToVideo", "WanTrackToVideo",
-    "WanMoveTrackToVideo",
-    # The audio is a patch on the MODEL, which our nodes cannot take.
-    "WanInfiniteTalkToVideo",
-)  # fmt: skip
 EXPECTED = {
-    **{name: {} for name in START_IMAGE_NODES},
+    **{name: {} for name in ("WanImageToVideo", "WanFirstLastFrameToVideo",
+        "WanFunInpaintToVideo", "WanTrackToVideo", "WanMoveTrackToVideo")},
+    # The audio is a patch on the MODEL, which our nodes cannot take.
+    "WanInfiniteTalkToVideo": {},
     # Without a camera it is an ordinary start image.
     "WanCameraImageToVideo": dict.fromkeys(("camera_conditions", "all"), "camera_conditions"),
     # Without a face or a pose it is an ordinary start image. Animate weights are refused on
@@ -106,7 +103,7 @@ def _audio(width, layers):
 
 
 def _values(node):
-    """Something for every input on these nodes, by name."""
+    """Something for every input on these nodes without a suitable default, by name."""
     picture = torch.full((1, SIZE, SIZE, 3), 0.25)
     video = torch.full((FRAMES, SIZE, SIZE, 3), 0.75)
     audio = {"WanHuMoImageToVideo": (1280, 33), "WanInfiniteTalkToVideo": (768, 13)}
@@ -120,7 +117,7 @@ def _values(node):
         (Model(), "model"),
         (Namespace(model=Namespace(audio_proj=AudioProjection())), "model_patch"),
         (SIZE, "width height"),
-        (FRAMES, "length motion_frame_count"),
+        (FRAMES, "length"),
         (picture, "start_image end_image ref_image reference_image images continue_motion"),
         (picture, "pose_video_mask reference_image_mask"),
         (video, "control_video pose_video face_video background_video ref_motion previous_frames"),
@@ -132,15 +129,6 @@ def _values(node):
         ({"samples": torch.ones(1, 16, 25, SIZE // 8, SIZE // 8)}, "video_latent"),
         (json.dumps([[{"x": 8 * point, "y": 8} for point in range(4)]]), "tracks"),
         ({"mode": "single_speaker"}, "mode"),
-        (0.0, "pose_start pose_start_percent"),
-        (1.0, "pose_end pose_end_percent pose_strength strength reference_image_strength"),
-        (1.0, "audio_scale"),
-        (220.0, "temperature"),
-        (0, "video_frame_offset"),
-        (1, "batch_size"),
-        (2, "topk"),
-        (5, "continue_motion_max_frames previous_frame_count"),
-        (False, "replacement_mode"),
     ]
     return {name: value for value, names in by_value for name in names.split()}
 
@@ -161,8 +149,8 @@ def _given(node, schema, optional):
     values = _values(node)
     if node == "WanMoveTrackToVideo":
         values["tracks"] = {"track_path": torch.full((FRAMES, 1, 2), 8.0)}
-    names = [each.id for each in schema.inputs if not each.optional or each.id in optional]
-    return {name: values[name] for name in names}
+    inputs = [each for each in schema.inputs if not each.optional or each.id in optional]
+    return {each.id: values.get(each.id, getattr(each, "default", None)) for each in inputs}
 
 
 def _run(folder, results, keys):
@@ -180,15 +168,12 @@ def _run(folder, results, keys):
     assert made.latents.isfinite().all()
 
 
-def _is_number(value):
-    """Return True for a number or a flag, which cannot be a picture."""
-    return isinstance(value, int | float | str)
-
-
 def _check(folder, node, way, results):
     """It runs, or is refused by the name of its key, and all keys are known."""
     options = [each for side in results if isinstance(side, list) for _, each in side]
-    keys = {key for each in options for key, value in each.items() if not _is_number(value)}
+    # Numbers and flags cannot be pictures.
+    other = int | float | str
+    keys = {key for each in options for key, value in each.items() if not isinstance(value, other)}
     assert keys <= {*READ, *IGNORED, *REFUSED, "pooled_output"}
     expected = EXPECTED[node].get(way, EXPECTED[node].get("*"))
     if expected is None:
