@@ -1,17 +1,15 @@
 """Runs in ComfyUI's own Python: progress, queue items, names and devices of the host.
 
-The embedded host's files and pictures are compared with ComfyUI's own. `test_server.py` compares
+The embedded host's output files are compared with ComfyUI's own. `test_server.py` compares
 the `io` module by the nodes that it describes.
 """
 
-import inspect
 import os
 import sys
 import threading
 from functools import partial
 from importlib.util import find_spec
 from io import StringIO
-from pathlib import Path
 from unittest.mock import patch
 
 import comfy.model_management as mm
@@ -19,21 +17,16 @@ import folder_paths
 import torch
 from comfy_execution import progress
 from comfy_execution.utils import CurrentNodeContext
-from PIL import Image
 
-import nodes
 from wanstream.devices.clock import DeviceError
 from wanstream.host import current_host
 from wanstream.host.comfy.adapter.comfy_host import ComfyHost
 from wanstream.host.comfy.adapter.progress import NodeBar
-from wanstream.host.embedded.files import Folders
-from wanstream.host.embedded.load_image import LoadImage
-from wanstream.host.folders import diffusers_folders, output_file
+from wanstream.host.folders import output_file
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.checked_device import checked_machine
-from wanstream.tests.support.host.embedded import embedded_host
 
 from ..checks import for_each, refused
 from ..families import _normal
@@ -207,43 +200,6 @@ def check_output_files(folder):
     for prefix in ("../clip", "/clip", "a/../../clip"):
         refused(partial(theirs, prefix), "not allowed", kind=Exception)
         refused(partial(ours, prefix), "leaves the folder")
-
-
-def check_loaded_images(folder):
-    """Small pictures, one for every kind with special treatment."""
-    given = Path(folder_paths.get_input_directory())
-    colors = Image.effect_noise((6, 4), 90).convert("RGB")
-    exif = Image.Exif()
-    exif[0x0112] = 8
-    colors.save(given / "plain.png")
-    colors.save(given / "turned.jpg", exif=exif)
-    Image.merge("RGBA", (*colors.split(), colors.getchannel(0))).save(given / "alpha.png")
-    colors.quantize(8).save(given / "palette.png", transparency=2)
-    colors.convert("I").point(lambda grey: grey * 200).save(given / "deep.tif")
-    turned = [colors.rotate(180), colors.rotate(90)]
-    colors.save(given / "frames.gif", save_all=True, append_images=turned)
-    names = ["plain.png", "alpha.png", "palette.png", "plain.png [input]"]
-    # Newer versions read pictures as videos: small GIFs fail there, and 32-bit greys and JPEGs have
-    # other values.
-    if "VideoFromFile" not in inspect.getsource(nodes.LoadImage.load_image):
-        names += ["turned.jpg", "deep.tif", "frames.gif"]
-    with embedded_host.opened(Folders(models=folder, output=folder, input=given)):
-        found = {name: LoadImage.execute(name).args for name in names}
-    for name in names:
-        expected = nodes.LoadImage().load_image(name)
-        if name == "deep.tif":  # these versions cut to 8 bits, ours keeps the rest
-            image, cut = (each[0] * 255 for each in (found[name], expected))
-            assert torch.equal((image + 1e-3).floor(), cut.round())
-        else:
-            assert all(map(torch.equal, found[name], expected)), name
-
-
-def check_pipelines(_):
-    place = folder_paths.get_folder_paths("diffusers")[0]
-    walked = os.walk(place, followlinks=True)
-    found = [os.path.relpath(at, place) for at, _, files in walked if "model_index.json" in files]
-    assert "wan" in found
-    assert sorted(diffusers_folders(Path(place))) == sorted(found)
 
 
 def setup(folder):
