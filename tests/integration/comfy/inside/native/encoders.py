@@ -26,6 +26,7 @@ from wanstream.host.comfy.native.load import load_checkpoint
 from wanstream.offload.engine.run import EngineRun
 from wanstream.offload.formats import CheckpointFileError
 from wanstream.schema import OffloadPolicy
+from wanstream.testing.quantised import scaled_fp8
 
 from ..checks import for_each, refused, require
 from ..families import sample
@@ -160,17 +161,16 @@ def _quantise(path, kind):
 
 
 def _scale(path):
-    stored = {"scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn)}
+    stored = {}
+    layers = {}
     for key, tensor in load_file(path).items():
         is_table = key == "embed_tokens.weight"  # in GPT-OSS: old versions know no scales there
         is_bank = key.endswith("_proj.weight")
         if is_table or _is_matrix(key, tensor) or (is_bank and "layers." in key):
-            scale = tensor.float().abs().amax() / 400
-            stored[key] = (tensor.float() / scale).to(torch.float8_e4m3fn)
-            stored[f"{key.removesuffix('weight')}scale_weight"] = scale
+            layers[key.removesuffix(".weight")] = SimpleNamespace(weight=tensor.float())
         else:
             stored[key] = tensor
-    save_file(stored, path)
+    save_file(stored | scaled_fp8(layers).tensors, path)
 
 
 def _with_lora(strength, own, clip):
