@@ -314,16 +314,16 @@ def _flux(positive):
     return {"pooled_output": _normal(1, 768, seed=47 + positive), "guidance": 3.5}
 
 
+def _references(*shape):
+    return lambda _positive: {"reference_latents": [_normal(*shape, seed=48)]}
+
+
 def _kontext(positive):
-    return {**_flux(positive), "reference_latents": [_normal(1, 16, HEIGHT, WIDTH, seed=48)]}
+    return {**_flux(positive), **_references(1, 16, HEIGHT, WIDTH)(positive)}
 
 
 def _hunyuan_text(positive):
     return {"pooled_output": _normal(1, 768, seed=50 + positive), "guidance": 6.0}
-
-
-def _qwen_edit(_positive):
-    return {"reference_latents": [_normal(1, 16, 1, HEIGHT, WIDTH, seed=49)]}
 
 
 def _hunyuan(positive):
@@ -338,26 +338,6 @@ def _hunyuan(positive):
 def _ltx(_positive):
     return {"frame_rate": 25.0, "unprocessed_ltxav_embeds": True}
 
-
-HUNYUAN_KEYS = (
-    ("txt_in.t_embedder.in_layer.", "txt_in.t_embedder.mlp.0."),
-    ("txt_in.t_embedder.out_layer.", "txt_in.t_embedder.mlp.2."),
-    ("txt_in.c_embedder.in_layer.", "txt_in.c_embedder.linear_1."),
-    ("txt_in.c_embedder.out_layer.", "txt_in.c_embedder.linear_2."),
-    ("_in.in_layer.", "_in.mlp.0."),
-    ("_in.out_layer.", "_in.mlp.2."),
-    ("_mod.lin.", "_mod.linear."),
-    ("mlp.0.", "mlp.fc1."),
-    ("mlp.2.", "mlp.fc2."),
-    ("time_in.mlp.fc1.", "time_in.mlp.0."),
-    ("time_in.mlp.fc2.", "time_in.mlp.2."),
-    ("txt_in.t_embedder.mlp.fc1.", "txt_in.t_embedder.mlp.0."),
-    ("txt_in.t_embedder.mlp.fc2.", "txt_in.t_embedder.mlp.2."),
-    ("_attn.norm.query_norm.weight", "_attn_q_norm.weight"),
-    ("_attn.norm.key_norm.weight", "_attn_k_norm.weight"),
-    ("_attn.qkv.", "_attn_qkv."),
-    ("_attn.proj.", "_attn_proj."),
-)
 
 WAN = "WAN21", "model.WanModel"
 VACE = "WAN21_Vace", "model.VaceWanModel"
@@ -446,13 +426,13 @@ EVERY_FAMILY = (
         network="comfy.ldm.qwen_image.model.QwenImageTransformer2DModel",
         settings={"num_layers": 4, **QWEN}, lists=("transformer_blocks",),
         sizes=((1, 16, 1, HEIGHT, WIDTH),), text=(QWEN["joint_attention_dim"], 12, 9),
-        conditions=_qwen_edit, unet_config=QWEN),
+        conditions=_references(1, 16, 1, HEIGHT, WIDTH), unet_config=QWEN),
     Family(name="hunyuan_video", base="HunyuanVideo", network=HUNYUAN_NETWORK, settings=HUNYUAN,
         lists=("double_blocks", "single_blocks", REFINER), sizes=(_wan(),), text=(4096, 12, 12),
-        conditions=_hunyuan_text, renames=HUNYUAN_KEYS),
+        conditions=_hunyuan_text),
     Family(name="hunyuan_video_15", base="HunyuanVideo15", network=HUNYUAN_NETWORK,
         settings=HUNYUAN_15, lists=("double_blocks", REFINER), sizes=((1, 32, TIME, 4, 4),),
-        text=(3584, 12, 9), conditions=_hunyuan, renames=HUNYUAN_KEYS),
+        text=(3584, 12, 9), conditions=_hunyuan),
     Family(name="ltx_2", base="LTXAV", network="comfy.ldm.lightricks.av_model.LTXAVModel",
         settings={"num_layers": 4}, lists=LTX_LISTS, sizes=((1, 128, 2, 4, 3), (1, 8, 6, 16)),
         text=(LTX["caption_channels"], 12, 9), conditions=_ltx, transformer=LTX,
@@ -477,37 +457,6 @@ def given_configuration(family):
         yield
 
 
-def quant_marker(**settings):
-    """Return a layer's marker in a file."""
-    return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
-
-
-def write_scaled_fp8(family, path, *, layout):
-    """Write a checkpoint with scaled fp8 matrices, marked in the file's "metadata" or by a tensor.
-
-    The tensor "scaled_fp8" is the oldest way, for which all matrices are scaled. By the metadata,
-    only those in blocks are.
-    """
-    stored, layers, metadata = {}, {}, dict(family.metadata)
-    largest = torch.finfo(DTYPES["fp8"]).max
-    for name, tensor in family.weights().items():
-        key = family.key(name)
-        scaled = layout == "scaled_fp8" or family.is_in_block(name)
-        if not (scaled and _is_matrix(name, tensor) and tensor.ndim == 2):
-            stored[key] = tensor.to(torch.bfloat16)
-            continue
-        layer, scale = key.removesuffix(".weight"), tensor.abs().max() / largest
-        stored[key] = (tensor / scale).to(DTYPES["fp8"])
-        stored[f"{layer}.{'scale_weight' if layout == 'scaled_fp8' else 'weight_scale'}"] = scale
-        layers[layer] = {"format": "float8_e4m3fn"}
-    if layout == "metadata":
-        metadata["_quantization_metadata"] = json.dumps({"format_version": "1.0", "layers": layers})
-    else:
-        # Two values ask for products in full precision.
-        stored["scaled_fp8"] = torch.zeros(2).to(DTYPES["fp8"])
-    save_file(stored, path, metadata=metadata)
-
-
 RANK = 4
 
 
@@ -525,6 +474,10 @@ def _kohya(shape, random):
 
 def _dora(shape, random):
     return {**_kohya(shape, random), "dora_scale": 1 + 0.1 * random(shape[0], 1)}
+
+
+def _dora_of_columns(shape, random):
+    return {**_kohya(shape, random), "dora_scale": 1 + 0.1 * random(1, shape[1])}
 
 
 def _loha(shape, random):
@@ -547,6 +500,7 @@ LORAS = {
     "rank 8": partial(_lora, rank=8),
     "kohya": _kohya,
     "dora": _dora,
+    "dora columns": _dora_of_columns,
     "loha": _loha,
     "lokr": _lokr,
     "offset": _lora,

@@ -113,10 +113,6 @@ def _family(
     )  # fmt: skip
 
 
-def _references(*shape):
-    return lambda _positive: {"reference_latents": [nf._normal(*shape, seed=48)]}
-
-
 def _pooled(width):
     return lambda positive: {"pooled_output": nf._normal(1, width, seed=47 + positive)}
 
@@ -189,17 +185,17 @@ EVERY_FURTHER = (
     _minimax("minimax_h3_i2v", _keyframes),
     _minimax("minimax_h3_curve", adaln_curve_grid=16, time_embed_dim=8),
     _lumina("z_image", LUMINA),
-    _lumina("z_image_ref", LUMINA, _references(1, 16, HEIGHT, WIDTH)),
+    _lumina("z_image_ref", LUMINA, nf._references(1, 16, HEIGHT, WIDTH)),
     _lumina("lumina2", LUMINA_2, _masked),
     _krea("krea2"),
-    _krea("krea2_ref", _references(1, 16, 1, HEIGHT, WIDTH),
+    _krea("krea2_ref", nf._references(1, 16, 1, HEIGHT, WIDTH),
         default_ref_method="index_timestep_zero"),
     _family("qwen_image_t2i", "QwenImage", "qwen_image.model.QwenImageTransformer2DModel",
         {"num_layers": 4, **nf.QWEN}, ("transformer_blocks",), IMAGE_OF_A_VIDEO, (256, 12, 9)),
     _family("flux2", "Flux2", "flux.model.Flux", FLUX_2, OF_FLUX, IMAGE_FLUX_2, (192, 12, 9),
         lambda _: {"guidance": 3.5}),
     _family("flux2_klein", "Flux2", "flux.model.Flux", {**FLUX_2, "guidance_embed": False}, OF_FLUX,
-        IMAGE_FLUX_2, (192, 12, 9), _references(1, 128, HEIGHT, WIDTH)),
+        IMAGE_FLUX_2, (192, 12, 9), nf._references(1, 128, HEIGHT, WIDTH)),
     _family("chroma", "Chroma", "chroma.model.Chroma", CHROMA, OF_FLUX, IMAGE, (192, 12, 9),
         renames=(("_norm.weight", "_norm.scale"),)),
     nf._wan_family("wan_scail2", "WAN21_SCAIL2", "model.SCAIL2WanModel", channels=20,

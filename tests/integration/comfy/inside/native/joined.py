@@ -24,19 +24,21 @@ from ..patches import (
     PATCHES,
     WrappersMP,
     _run,
-    attention_1,
     context_windows,
-    layer_guidance,
     node_results,
     on_clone,
 )
-from ..samplers import back_and_forth, guided, ksamplers, simple_sigmas, switching
+from ..samplers import back_and_forth, guided, simple_sigmas, switching
 from ..tiny_models import LAYERWISE, SHARED, Files, figures, has_ended, one_by_one
 from ..tiny_models import WAN as HIGH
-from .models import traffic
+from .models import halves, traffic
 
 LOW = replace(HIGH, name="wan_t2v_low", seed=2)
 BOUNDARY = 0.875
+
+
+run_advanced = partial(halves, family=HIGH, cfg=(1.0, 1.0), sampler="euler")
+"""ComfyUI's graph with two KSamplerAdvanced."""
 
 
 class Models(Files):
@@ -76,13 +78,6 @@ def run_custom(model, sampler, *, steps=4, cfg=1.0, sigmas=None):
         guider.set_cfg(cfg)
     steps_of = simple_sigmas(model, steps) if sigmas is None else torch.tensor(sigmas)
     return guided(guider, {"samples": HIGH.latent()}, steps_of, sampler)
-
-
-def run_advanced(high, low, *, steps, switch):
-    """Return the latent from ComfyUI's graph with two KSamplerAdvanced."""
-    settings = {"steps": steps, "switch": switch, "cfg": (1.0, 1.0)}
-    latent = {"samples": HIGH.latent()}
-    return ksamplers(high, low, HIGH.conditioning(), latent, **settings)["samples"]
 
 
 def switch_step(model, steps):
@@ -205,10 +200,6 @@ def check_two_samplers_give_the_same_bits_and_one_the_same_video(models, steps):
     assert joined.weights.loaded_engine.loaded_bytes <= 0.51 * buffers
 
 
-def with_lora(models):
-    return partial(load_lora, path=models.lora())
-
-
 AROUND_A_SAMPLER = {"context windows", "EasyCache", "LazyCache"}
 IN_ONE = "LoRA", "replaced forward", "shift"
 """Patches kept apart by ComfyUI's two models: they are not in the call's options."""
@@ -223,7 +214,10 @@ IN_ONE = "LoRA", "replaced forward", "shift"
 def check_patches_apply_to_both_experts_or_to_one(models, name):
     """Patches on one expert before the join, on both behind it, and on one behind a split."""
     run = partial(sample, family=HIGH, steps=4, cfg=3.0)
-    others = {"LoRA": with_lora(models), "context windows": context_windows}
+    others = {
+        "LoRA": partial(load_lora, path=models.lora()),
+        "context windows": context_windows,
+    }
     change = others.get(name) or PATCHES[name][0]
     high, low = models.plain()
     plain = run(switching(high, low))
@@ -246,9 +240,10 @@ def check_patches_apply_to_both_experts_or_to_one(models, name):
         assert torch.equal(run(models.join(change(ours), low, BOUNDARY)), of_high)
 
 
-@for_each((attention_1, 0), (attention_1, 1), (layer_guidance, 0), (layer_guidance, 1))
-def check_options_of_one_expert(models, change, place):
+@for_each(*itertools.product(("attn1 patch", "skip-layer guidance"), (0, 1)))
+def check_options_of_one_expert(models, name, place):
     """ComfyUI has them in the sampler's options, hence two samplers."""
+    change, _ = PATCHES[name]
     plain = models.plain()
     streamed = models.separate()
     for pair in (plain, streamed):
