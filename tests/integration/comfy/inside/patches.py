@@ -6,6 +6,7 @@
 import inspect
 from functools import wraps
 from importlib import import_module
+from operator import methodcaller
 
 import torch
 from comfy import controlnet, model_management, model_patcher, patcher_extension
@@ -36,19 +37,12 @@ def on_clone(change):
     return patched
 
 
-@on_clone
-def attention_1(clone):
-    clone.set_model_attn1_patch(lambda args: args["x"] * 0.9)
+def _patched(kind, change):
+    return on_clone(methodcaller(f"set_model_{kind}_patch", change))
 
 
-@on_clone
-def attention_2(clone):
-    clone.set_model_attn2_patch(lambda args: args["x"] * 0.9)
-
-
-@on_clone
-def double_block(clone):
-    clone.set_model_double_block_patch(lambda args: {"img": args["img"] * 1.01, "txt": args["txt"]})
+def _brighter(args):
+    return {"img": args["img"] * 1.01, "txt": args["txt"]}
 
 
 def _replaced(model, change):
@@ -217,9 +211,9 @@ context_windows = _by_node(
 )  # fmt: skip
 
 PATCHES = {
-    "attn1 patch": (attention_1, ("wan_t2v",)),
-    "attn2 patch": (attention_2, ("wan_t2v",)),
-    "double-block patch": (double_block, ("qwen_image",)),
+    "attn1 patch": (_patched("attn1", lambda args: args["x"] * 0.9), ("wan_t2v",)),
+    "attn2 patch": (_patched("attn2", lambda args: args["x"] * 0.9), ("wan_t2v",)),
+    "double-block patch": (_patched("double_block", _brighter), ("qwen_image",)),
     "replaced blocks": (replaced, ("wan_vace", "flux")),
     "skipped layer": (skipped_layer, ("flux",)),
     "repeated layer": (repeated_layer, ("wan_t2v",)),
