@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from wanstream.testing.model import VAE_FILE
 from wanstream.testing.weights import make_vae
 from wanstream.tests.support.archive import archived_files
 from wanstream.tests.support.host.shipped import WORKFLOWS, node
-from wanstream.tools.comfyui import PACK
+from wanstream.tools.comfyui import PACK, START_SECONDS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -45,6 +46,13 @@ def add_models(base, models, *, vae_width):
             link.symlink_to(entry, target_is_directory=entry.is_dir())
     (base / "models" / VAE_FILE).unlink()
     save_vae_file(make_vae(seed=0, base_dim=vae_width), base / "models" / VAE_FILE)
+
+
+def python_runs(comfyui, code):
+    """Return True if ComfyUI's Python runs code without an error."""
+    command = [comfyui.python, "-c", code]
+    done = subprocess.run(command, capture_output=True, timeout=START_SECONDS, check=False)
+    return done.returncode == 0
 
 
 def shipped(name):

@@ -1,18 +1,10 @@
 """Our experts and a native model on a real device, with ComfyUI's memory flags and dynamic VRAM."""
 
-import subprocess
-
 import pytest
 
-from wanstream.tests.integration.comfy.servers import (
-    error_of,
-    free_until,
-    make_base,
-    said,
-    wan_item,
-)
+from wanstream.tests.integration.comfy import servers
 from wanstream.tests.support.host.shipped import node
-from wanstream.tools.comfyui import START_SECONDS, running_server
+from wanstream.tools.comfyui import running_server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -29,12 +21,12 @@ KEPT_BYTES = 64 * 2**20
 """Device bytes kept by libraries after first use."""
 
 LARGE = {"width": 128, "height": 128, "length": 9}
-NATIVE = wan_item(native=True, seed=1, **LARGE)
+NATIVE = servers.wan_item(native=True, seed=1, **LARGE)
 SWAP = {"blocks_to_swap": 2, "prefetch_blocks": 1, "weights_source": "RAM"}
 
 
 def _ours(seed):
-    prompt = wan_item(native=False, seed=seed, **LARGE)
+    prompt = servers.wan_item(native=False, seed=seed, **LARGE)
     prompt["policy"] = node("WanStreamBlockSwap", **SWAP)
     prompt["sampler"]["inputs"]["policy"] = ["policy", 0]
     return prompt
@@ -56,8 +48,7 @@ def _taking(prompt, name, leave):
 def on_gpu(comfyui):
     """ComfyUI, if its Python finds a CUDA device."""
     code = "import torch; raise SystemExit(not torch.cuda.is_available())"
-    look = [str(comfyui.python), "-c", code]
-    if subprocess.run(look, capture_output=True, timeout=START_SECONDS, check=False).returncode:
+    if not servers.python_runs(comfyui, code):
         pytest.skip("ComfyUI's Python finds no CUDA device")
     return comfyui
 
@@ -65,7 +56,7 @@ def on_gpu(comfyui):
 @pytest.fixture
 def life(request, on_gpu, sample_models, tmp_path):
     """A server on the GPU with the parameter's flags, this pack and the test model."""
-    base = make_base(tmp_path / "base", "memory.py")
+    base = servers.make_base(tmp_path / "base", "memory.py")
     (base / "models").symlink_to(sample_models, target_is_directory=True)
     with running_server(on_gpu, base, *request.param, cpu=False) as server:
         yield server
@@ -84,8 +75,8 @@ def test_we_and_native_models_take_turns(life):
     first = _latent(life)
     life.run(NATIVE)
     assert _latent(life) == first
-    free_until(life, lambda: _active(life) <= KEPT_BYTES)
-    assert "the experts are unloaded" in said(life)
+    servers.free_until(life, lambda: _active(life) <= KEPT_BYTES)
+    assert "the experts are unloaded" in servers.said(life)
     assert _latent(life) == first
 
 
@@ -95,15 +86,15 @@ def test_we_and_native_models_take_turns(life):
 def test_a_vae_that_finds_no_room_evicts_us(life):
     """Another allocation leaves one gigabyte, less than ComfyUI requires for computing."""
     first = _latent(life)
-    before = said(life).count("freed ")
+    before = servers.said(life).count("freed ")
     life.run(_taking(NATIVE, "latent_image", 2**30))
-    assert said(life).count("freed ") > before
+    assert servers.said(life).count("freed ") > before
     assert _latent(life) == first
 
 
 @pytest.mark.parametrize("life", [()], indirect=True, ids=["default"])
 def test_the_next_item_works_after_one_that_ran_out_of_memory(life):
     first = _latent(life)
-    error = error_of(life.wait(life.queue(_taking(_ours(2), "latent", 2**20))))
+    error = servers.error_of(life.wait(life.queue(_taking(_ours(2), "latent", 2**20))))
     assert "OutOfMemoryError" in error["exception_type"]
     assert _latent(life) == first

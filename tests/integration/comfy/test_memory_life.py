@@ -4,13 +4,7 @@ from functools import partial
 
 import pytest
 
-from wanstream.tests.integration.comfy.servers import (
-    add_models,
-    free_until,
-    make_base,
-    said,
-    wan_item,
-)
+from wanstream.tests.integration.comfy import servers
 from wanstream.tests.support.host.shipped import node
 from wanstream.tools.comfyui import running_server
 
@@ -26,7 +20,7 @@ SHORT = {"width": 32, "height": 32, "length": 5}
 
 def _ours(item):
     """Three seeds and three strengths in turn: item 7 is item 1 again, and item 9 item 3."""
-    prompt = wan_item(native=False, seed=item % 6, **SHORT)
+    prompt = servers.wan_item(native=False, seed=item % 6, **SHORT)
     strength = [1.0, 0.5, 0.0][item // 2 % 3]
     files = {"high_noise": LORA.format("high"), "low_noise": LORA.format("low")}
     strengths = {"strength_high": strength, "strength_low": strength}
@@ -42,14 +36,14 @@ def life(request, monkeypatch, comfyui, vae_width, sample_models, tmp_path):
     # leak.
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**17))
-    base = make_base(tmp_path / "base", "memory.py")
-    add_models(base, sample_models, vae_width=vae_width)
+    base = servers.make_base(tmp_path / "base", "memory.py")
+    servers.add_models(base, sample_models, vae_width=vae_width)
     with running_server(comfyui, base, *request.param) as server:
         yield server
 
 
 def _unloaded(server, times):
-    return said(server).count(" are unloaded") >= times
+    return servers.said(server).count(" are unloaded") >= times
 
 
 @pytest.mark.parametrize(
@@ -59,10 +53,10 @@ def test_ten_items_hold_no_more_than_four(life):
     held = []
     for item in range(1, ITEMS + 1):
         ours = item % 2 == 1
-        prompt = _ours(item) if ours else wan_item(native=True, seed=item, **SHORT)
+        prompt = _ours(item) if ours else servers.wan_item(native=True, seed=item, **SHORT)
         held.append(life.run(prompt)["outputs"]["held"])
         if ours and item > 1:
-            free_until(life, partial(_unloaded, life, item // 2))
+            servers.free_until(life, partial(_unloaded, life, item // 2))
     for first in (STEADY, STEADY + 1):
         rss = [entry["rss"][0] for entry in held[first - 1 :: 2]]
         # The lower value, because a leak raises both.

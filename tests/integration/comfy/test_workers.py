@@ -1,22 +1,15 @@
 """Workers behind a sampler in a real ComfyUI server, on the CPU, with a real Ray."""
 
 import signal
-import subprocess
 import time
 
 import psutil
 import pytest
 import torch
 
-from wanstream.tests.integration.comfy.servers import free_until, latent_of, said, small, tapped
+from wanstream.tests.integration.comfy import servers
 from wanstream.tests.support.polling import eventually
-from wanstream.tools.comfyui import (
-    POLL_SECONDS,
-    RUN_SECONDS,
-    START_SECONDS,
-    populate,
-    running_server,
-)
+from wanstream.tools import comfyui as tools
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -28,8 +21,7 @@ SEED = 5
 @pytest.fixture(scope="module")
 def with_ray(comfyui):
     """A ComfyUI whose Python has Ray."""
-    looks = [comfyui.python, "-c", "import ray"]
-    if subprocess.run(looks, capture_output=True, timeout=START_SECONDS, check=False).returncode:
+    if not servers.python_runs(comfyui, "import ray"):
         pytest.skip(
             "COMFYUI WITHOUT RAY, SO NO WORKERS RAN IN IT: "
             f'{comfyui.python} -m pip install "ray>=2.52"'
@@ -44,10 +36,10 @@ def served(with_ray, tmp_path_factory):
     It ends as by Ctrl-C, together with all processes started by tests.
     """
     base = tmp_path_factory.mktemp("workers")
-    populate(base, workflows=["workers"])
+    tools.populate(base, workflows=["workers"])
     # A background shell lets programs ignore Ctrl-C, and so would the server.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with running_server(with_ray, base) as server:
+    with tools.running_server(with_ray, base) as server:
         signal.signal(signal.SIGINT, before)
         yield server
         comfyui, workers = psutil.Process(server.process_id), workers_of(server)
@@ -63,7 +55,7 @@ def served(with_ray, tmp_path_factory):
 
 def prompt(*, workers=True, seed=SEED, **sampler):
     """The shipped workflow up to the latent. Without `workers`, this process computes it."""
-    nodes = tapped(small("workers", sampler={"seed": seed, **sampler}))
+    nodes = servers.tapped(servers.small("workers", sampler={"seed": seed, **sampler}))
     del nodes["frames"], nodes["save"]
     if workers:
         # The planner's choice, without a measurement of this machine.
@@ -76,7 +68,7 @@ def prompt(*, workers=True, seed=SEED, **sampler):
 @pytest.fixture(scope="module")
 def alone(served):
     """The latent as ComfyUI's own process computes it."""
-    return latent_of(served, served.run(prompt(workers=False)))
+    return servers.latent_of(served, served.run(prompt(workers=False)))
 
 
 @pytest.fixture
@@ -89,7 +81,7 @@ def same(served, alone):
 
     def same(end_step):
         history = served.run(prompt(end_step=end_step))
-        assert torch.equal(latent_of(served, history), alone)
+        assert torch.equal(servers.latent_of(served, history), alone)
 
     yield same
     assert len(before) == 2
@@ -107,7 +99,7 @@ def workers_of(server):
 
 def test_workers_compute_what_this_process_does(served, alone):
     history = served.run(prompt())
-    assert torch.equal(latent_of(served, history), alone)
+    assert torch.equal(servers.latent_of(served, history), alone)
     run = served.get("/wanstream/runs")["runs"][-1]
     assert (run["node"], run["ended"], run["error"]) == ("sampler", True, None)
     assert [step["expert"] for step in run["timeline"]["steps"]] == run["experts"]
@@ -116,8 +108,8 @@ def test_workers_compute_what_this_process_does(served, alone):
 
 
 def test_next_queue_items_find_the_same_workers(served, same, alone):
-    other = latent_of(served, served.run(prompt(seed=6)))
-    assert torch.equal(other, latent_of(served, served.run(prompt(workers=False, seed=6))))
+    other = servers.latent_of(served, served.run(prompt(seed=6)))
+    assert torch.equal(other, servers.latent_of(served, served.run(prompt(workers=False, seed=6))))
     assert not torch.equal(other, alone)
     same(9999)
 
@@ -126,11 +118,11 @@ def test_cancel_ends_the_run_and_leaves_the_workers(served, same):
     prompt_id = served.queue(prompt(seed=7, steps=1000))
 
     def has_begun():
-        time.sleep(POLL_SECONDS)  # each poll costs the server time
+        time.sleep(tools.POLL_SECONDS)  # each poll costs the server time
         runs = served.get("/wanstream/runs")["runs"]
         return any(run["prompt_id"] == prompt_id and run["records"] for run in runs)
 
-    assert eventually(has_begun, limit_s=RUN_SECONDS), "no step was run"
+    assert eventually(has_begun, limit_s=tools.RUN_SECONDS), "no step was run"
     served.post("/interrupt", {})
     events = [event for event, _ in served.wait(prompt_id)["status"]["messages"]]
     assert events[-1] == "execution_interrupted"
@@ -142,5 +134,7 @@ def test_unloading_models_empties_the_workers_and_keeps_them(served, same):
 
     The menu button posts the same request.
     """
-    free_until(served, lambda: WORDS in said(served), memory=False, limit_s=RUN_SECONDS)
+    servers.free_until(
+        served, lambda: WORDS in servers.said(served), memory=False, limit_s=tools.RUN_SECONDS
+    )
     same(9997)

@@ -12,15 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from wanstream.tests.integration.comfy.servers import (
-    ROOT,
-    WORKFLOWS,
-    error_of,
-    latent_of,
-    shipped,
-    small,
-    tapped,
-)
+from wanstream.tests.integration.comfy import servers
 from wanstream.tools.comfyui import name_model_files
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
@@ -72,14 +64,14 @@ def _prompt(workflow, **changes):
     """A small workflow, with a size and a number of steps that fit its model and its switch."""
     steps = len(EXPERTS.get(workflow, range(4)))
     height = 64 if workflow in OF_5B else 48
-    return small(workflow, steps=steps, height=height, **changes)
+    return servers.small(workflow, steps=steps, height=height, **changes)
 
 
 @pytest.fixture(scope="module")
 def embedded(comfyui, base, tmp_path_factory):
     """All runs' latents, made by the embedded host."""
     folder = tmp_path_factory.mktemp("embedded")
-    (folder / "wanstream").symlink_to(ROOT, target_is_directory=True)
+    (folder / "wanstream").symlink_to(servers.ROOT, target_is_directory=True)
     prompts = {name: _prompt(name) for name in OURS}
     prompts[OTHER_SEED] = _prompt("t2v", sampler={"seed": 43})
     given = [json.dumps(prompts), base, folder / "latents"]
@@ -97,8 +89,8 @@ def run(server):
     """`run(prompt)` returns a workflow's latent at node "sampler", and the history."""
 
     def run(prompt):
-        history = server.run(tapped(prompt))
-        latent = latent_of(server, history)
+        history = server.run(servers.tapped(prompt))
+        latent = servers.latent_of(server, history)
         assert latent.shape in ((1, 16, 3, 6, 8), (1, 48, 3, 4, 4))
         assert torch.isfinite(latent).all()
         assert latent.std() > 0.1
@@ -116,19 +108,15 @@ def _timeline(history):
     return dict(timeline)
 
 
-def _relative(found, expected):
-    return float((found - expected).norm() / expected.norm())
-
-
 def test_no_workflow_is_left_out():
-    files = {path.stem for path in WORKFLOWS.glob("*.json")}
+    files = {path.stem for path in servers.WORKFLOWS.glob("*.json")}
     assert files == {*EXPERTS, *NATIVE, "guider", "benchmark", *OVER_WORKERS}
 
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_workflow_of_native_model_is_valid(comfyui, server, name):
     """Classes and inputs exist, and values and links are accepted except an empty model file."""
-    prompt = shipped(name)
+    prompt = servers.shipped(name)
     shown = server.get("/object_info")
     missing = {each["class_type"] for each in prompt.values()} - shown.keys()
     if missing and comfyui.version() < (0, 4):
@@ -164,7 +152,7 @@ def test_workflow_gives_one_latent_in_both_hosts(comfyui, run, embedded, name):
     if comfyui.version() >= (0, 33) and "LoadVideo" in classes:
         # ComfyUI's LoadVideo converts colours with another filter, and random experts amplify the
         # difference.
-        assert _relative(latent, embedded[name]) < 0.1
+        assert (latent - embedded[name]).norm() < 0.1 * embedded[name].norm()
     else:
         assert torch.equal(latent, embedded[name])
     assert [step["expert"] for step in _timeline(history)["steps"]] == EXPERTS[name]
@@ -220,6 +208,6 @@ def test_errors_have_plain_words_without_the_path_of_the_pack(server):
     ):
         given = _prompt(files_of)["experts"]["inputs"]
         files = {each: given[each] for each in ("high_noise", "low_noise")}
-        error = error_of(server.wait(server.queue(_prompt(name, experts=files))))
+        error = servers.error_of(server.wait(server.queue(_prompt(name, experts=files))))
         assert error["exception_type"] == "wanstream.RequestError"
         assert message in error["exception_message"]

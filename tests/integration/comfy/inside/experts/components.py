@@ -13,15 +13,9 @@ from safetensors.torch import save_file
 
 import nodes
 from wanstream.nodes.latents import WanStreamImageToVideo
+from wanstream.testing import weights
 from wanstream.testing.components import save_text_encoder_file, save_vae_file
 from wanstream.testing.tokenizer import VOCABULARY
-from wanstream.testing.weights import (
-    TINY_VAE_WIDTHS,
-    make_text_encoder,
-    make_tiny_vae,
-    make_vae,
-    make_wan22_vae,
-)
 from wanstream.tests.support.wan.quantised_files import FP8_LAYOUTS
 from wanstream.wan import open_text_encoder, open_vae
 from wanstream.wan.latents import WAN21, WAN22
@@ -68,7 +62,7 @@ def _given_frames(vae, text, start, end, width, batch):
 def check_text_encoder(folder, layout):
     require(hasattr(utils, "convert_old_quants"), "quantised text encoders")
     file = folder / f"{layout}.safetensors"
-    encoder = make_text_encoder(seed=0, vocabulary=len(VOCABULARY))
+    encoder = weights.make_text_encoder(seed=0, vocabulary=len(VOCABULARY))
     quantised = None if layout is None else FP8_LAYOUTS[layout]
     save_text_encoder_file(encoder, file, dtype=torch.float16, quantised=quantised)
     (clip,) = TestClip().load(file.name, "wan")
@@ -84,7 +78,7 @@ def check_wan21_vae(folder):
     """Frames, and conditions from images: one, five, the first and the last, many of both."""
     require('sd["decoder.head.0.gamma"]' in inspect.getsource(sd), "VAE of another width")
     file = folder / WAN21_VAE
-    save_vae_file(make_vae(seed=0), file)
+    save_vae_file(weights.make_vae(seed=0), file)
     vae = _loaded(file)
     _check_frames(file, vae, _normal(1, 16, 3, 4, 6, seed=0))
     text = [[torch.zeros(1, 512, 4096), {"pooled_output": None}]]
@@ -106,7 +100,7 @@ def check_wan22_vae(folder):
     """ComfyUI supports only the real file's widths, too large for a test: patch in the file's."""
     file = folder / WAN22_VAE
     wide = comfy.ldm.wan.vae2_2.WanVAE
-    save_vae_file(make_wan22_vae(seed=0), file)
+    save_vae_file(weights.make_wan22_vae(seed=0), file)
 
     def thin(**config):
         return wide(**{**config, "dim": 4, "dec_dim": 8})
@@ -132,7 +126,7 @@ def check_tiny_vae(folder, space):
     # so they are raw, as `lighttae*` takes them.
     name = "lighttaew2_1" if space is WAN21 else "lighttaew2_2"
     file = folder / f"{name}.safetensors"
-    save_file(make_tiny_vae(space, seed=1, widths=TINY_VAE_WIDTHS), file)
+    save_file(weights.make_tiny_vae(space, seed=1, widths=weights.TINY_VAE_WIDTHS), file)
     _check_frames(file, _loaded(file), _normal(1, space.channels, 3, 4, 5, seed=0))
 
 
