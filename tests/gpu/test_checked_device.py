@@ -12,7 +12,8 @@ from wanstream.devices import DeviceRuntime, clock_for
 from wanstream.offload.core import pages
 from wanstream.offload.transfers.cuda import CudaStreams
 from wanstream.tests.support.accelerator import HOST_WAITS, Accelerator, checked_accelerator
-from wanstream.tests.support.offload.device_scenarios import LAYERWISE, PINNED, Case
+from wanstream.tests.support.checked_device import HostWait, Issued, StreamWait, TraceEntry, races
+from wanstream.tests.support.offload.device_scenarios import KINDS, LAYERWISE, PINNED, Case
 
 pytestmark = pytest.mark.checked
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,23 @@ def test_work_of_inference_mode_is_executed_by_a_later_wait(seed):
         gpu.runtime.current_stream().synchronize()
         gpu.runtime.unlock_pages(host.view(torch.uint8))
         assert torch.equal(host, torch.ones(9))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_finds_the_waits_that_are_missing(kind):
+    trace: list[TraceEntry] = []
+    with checked_accelerator(1) as gpu:
+        gpu.need_fake("").trace = trace
+        case = Case(gpu, LAYERWISE, **KINDS[kind])
+        case.run(2)
+        case.detach()
+        del case
+    assert not races(trace)
+    assert races([entry for entry in trace if not isinstance(entry, HostWait)])
+    working = {entry.stream for entry in trace if isinstance(entry, Issued) and entry.accesses}
+    assert len(working) == (2 if kind == "raw" else 3)
+    for stream in working:
+        assert races([e for e in trace if not isinstance(e, StreamWait) or e.stream is not stream])
 
 
 def unmapped_while_locked(gpu: Accelerator, patch: pytest.MonkeyPatch) -> None:

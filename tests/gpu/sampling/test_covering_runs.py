@@ -30,6 +30,7 @@ from wanstream.testing import (
     save_lora,
 )
 from wanstream.tests.support.accelerator import checked_accelerator
+from wanstream.tests.support.checked_device import TraceEntry, races
 from wanstream.tests.support.sampling.runs import CPU, changed_request, normal, run, skipped
 from wanstream.tests.support.wan.number_formats import MixedLayout, mixture
 from wanstream.tests.support.wan.quantised_files import Fp8Layout
@@ -181,6 +182,15 @@ def test_steps_are_skipped_before_their_first_block(policy, files, make_request)
 @pytest.fixture
 def small(make_request):
     return make_request(noise=normal(1, 16, 3, 4, 6, seed=3), steps=3, switch_step=1)
+
+
+def test_torch_finds_no_race_in_a_whole_run(files, small):
+    trace: list[TraceEntry] = []
+    with checked_accelerator(1) as gpu:
+        gpu.need_fake("").trace = trace
+        latents(RUNS[0] | {"weights": "GGUF", "LoRA": "LoRA"}, files, small, gpu.device)
+    assert len(trace) > 1000
+    assert not races(trace)
 
 
 def test_every_pair_of_options_is_in_some_run():

@@ -5,7 +5,17 @@ it, and the calls of its `DeviceRuntime`, arrive here: nothing in the product or
 for them.
 """
 
-from .machine import Machine
+from .machine import HostWait, Issued, Machine, StreamWait, TraceEntry
+from .replay import races
 from .runtime import CheckedRuntime, checked_machine
 
-__all__ = ["CheckedRuntime", "Machine", "checked_machine"]
+__all__ = [
+    "CheckedRuntime",
+    "HostWait",
+    "Issued",
+    "Machine",
+    "StreamWait",
+    "TraceEntry",
+    "checked_machine",
+    "races",
+]

@@ -16,11 +16,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -92,6 +92,7 @@ class Stream(Actor):
             work = Work(self, run, before, slow=slow)
             self.last = work
             self.pending.append(work)
+            machine.note(Issued, self, work, accesses, words)
             machine.host().tick()
             machine.drift()
             return work
@@ -109,6 +110,7 @@ class Stream(Actor):
                 )
                 return
             self.join(event.clock)
+            self.machine.note(StreamWait, self, event.work)
             if not event.work.done:
                 self._waits.append(event.work)
 
@@ -169,6 +171,38 @@ class Range(NamedTuple):
     start: int
     stop: int
     write: bool
+
+
+class Issued(NamedTuple):
+    """Work issued to a stream, or memory released to it, which is no work."""
+
+    stream: Stream
+    work: Work | None
+    accesses: Sequence[Range]
+    words: str
+
+
+class StreamWait(NamedTuple):
+    """A stream's wait for another stream's work."""
+
+    stream: Stream
+    work: Work
+
+
+class HostWait(NamedTuple):
+    """A host thread's wait for work."""
+
+    work: Work
+
+
+class HostAccess(NamedTuple):
+    """A host thread's access to page-locked memory."""
+
+    access: Range
+    words: str
+
+
+TraceEntry: TypeAlias = Issued | StreamWait | HostWait | HostAccess
 
 
 class Slab:
@@ -261,7 +295,9 @@ class Device:
             stream.join(self.machine.host().clock)
             stream.tick()
             words = f"release of memory to {stream.name} at {site()}"
+            whole = Range(slab.history, 0, slab.nbytes, write=True)
             slab.history.add(0, slab.nbytes, actor=stream, words=words, write=True)
+            self.machine.note(Issued, stream, None, [whole], words)
             self._pool.setdefault((stream, slab.nbytes), []).append(slab)
 
     def empty_cache(self) -> None:
@@ -308,6 +344,8 @@ class Machine:
         """Product file and function that copied memory without page-lock to a device."""
         self.host_waits: set[str] = set()
         """Product file and function in which a thread waited for a device."""
+        self.trace: list[TraceEntry] | None = None
+        """All calls in order of arrival, or None if they are not recorded."""
         self.launches = 0
         self.copies = 0
         self.devices = [Device(self, index, capacity) for index in range(devices)]
@@ -329,6 +367,11 @@ class Machine:
         """Note a problem once."""
         if problem not in self.problems:
             self.problems.append(problem)
+
+    def note(self, entry: Callable[..., TraceEntry], *values: object) -> None:
+        """Append an entry to the trace, if there is one."""
+        if self.trace is not None:
+            self.trace.append(entry(*values))
 
     def host(self) -> Actor:
         """Return the calling thread."""
@@ -402,6 +445,7 @@ class Machine:
                 self.host_waits.add(place)
             self.force(work)
             self.host().join(clock)
+            self.note(HostWait, work)
 
     def finish(self) -> None:
         """Execute all work."""
@@ -513,6 +557,7 @@ class Machine:
         host = self.host()
         host.tick()
         history.add(start, stop, actor=host, words=f"{words} in {host.name}", write=True)
+        self.note(HostAccess, Range(history, start, stop, write=True), words)
 
 
 def site() -> str:
