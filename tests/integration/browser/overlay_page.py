@@ -32,13 +32,14 @@ function* every(graph) {{
 }}
 const nodes = test => [...every({GRAPH})].find(test)
 const find = name => nodes(node => node.title === name) ?? nodes(node => node.type === name)
-const overlay = title => find(title).widgets.find(widget => widget.name === 'wanstream_run').element
+const overlay = title =>
+    find(title).widgets?.find(widget => widget.name === 'wanstream_run')?.element
 const bars = root =>
     [...root.querySelectorAll('.wanstream-bar[data-wall]')].map(bar => ({{...bar.dataset}}))
 """
 SHOWN = f"""title => {{ {FIND}
     const root = overlay(title)
-    return {{
+    return root && {{
         ...root.dataset, bars: bars(root), columns: root.querySelectorAll('.wanstream-bar').length,
         line: root.querySelector('.wanstream-line-text').textContent,
         numbers: root.querySelector('.wanstream-numbers').textContent,
@@ -148,7 +149,7 @@ class Page:
         self.until_ended(title, before)
         return self.shown(title)
 
-    def add_benchmark(self, *, right, down):
+    def add_benchmark(self, sampler=SAMPLER, *, right, down):
         """Add a node with the title "Benchmark", connected to the sampler's run."""
         code = f"""const [x, y] = find(title).pos, {{ outputs }} = find(title)
             const node = window.LiteGraph.createNode('WanStreamBenchmark')
@@ -156,7 +157,7 @@ class Page:
             {GRAPH}.add(node)
             const run = outputs.findIndex(output => output.type === 'WANSTREAM_RUN')
             find(title).connect(run, node, 'run')"""
-        self.js(code)
+        self.js(code, sampler)
 
     def idle(self):
         """Wait until the server has nothing more to do and every badge shows it."""
@@ -176,6 +177,7 @@ class Page:
     def picture(self, name, **part):
         """Save a screenshot of part of the page, if pictures are enabled."""
         if folder := os.environ.get("WANSTREAM_IMAGES"):
+            self.page.wait_for_timeout(1000)  # until the view has moved
             clip = {"x": 380, "y": 60, "width": 720, "height": 850, **part}
             with Image.open(io.BytesIO(self.page.screenshot(clip=clip))) as picture:
                 picture.convert("RGB").save(Path(folder) / f"{name}.png", optimize=True)

@@ -1,42 +1,20 @@
-"""ComfyUI's own samplers with a streamed native model, in the page: the overlay is at the sampler.
-
-`WANSTREAM_IMAGES` names a folder for the documentation's pictures. Without it none are kept.
-"""
+"""ComfyUI's own samplers with a streamed native model: the overlay is at the sampler."""
 
 from __future__ import annotations
 
-import io
-import itertools
-import os
 import re
 import uuid
-from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from wanstream.tests.support.host.shipped import node
 from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, SharedFrontends
 
-from .overlay_page import serve
+from .overlay_page import FIND, SEEDS, SHOWN, Page, serve
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
 
 STEPS = 6
-SEEDS = itertools.count(7)
-"""Unused seeds: the server would not run the sampler again with the same one."""
-SHOWN = f"""type => {{
-    const node = {GRAPH}.nodes.find(node => node.type === type)
-    const root = node?.widgets?.find(widget => widget.name === 'wanstream_run')?.element
-    if (!root) return null
-    return {{
-        ...root.dataset,
-        bars: root.querySelectorAll('.wanstream-bar[data-wall]').length,
-        line: root.querySelector('.wanstream-line-text').textContent,
-        numbers: root.querySelector('.wanstream-numbers').textContent,
-        width: root.getBoundingClientRect().width,
-    }}
-}}"""
 ENDED = f"type => ({SHOWN})(type)?.numbers.startsWith('Queue to file')"
 QUEUE_TO_FILE = r"Queue to file (\S+) s: (\S+) s before the steps, (\S+) s in them, (\S+) s after"
 
@@ -68,15 +46,6 @@ def custom_sampler(model, family, seed):
     }
 
 
-def keep_picture(page, name):
-    """Save a screenshot of the canvas, upper left part, if pictures are enabled."""
-    if folder := os.environ.get("WANSTREAM_IMAGES"):
-        page.wait_for_timeout(1000)  # until the view has moved
-        clip = {"x": 80, "y": 78, "width": 800, "height": 640}
-        with Image.open(io.BytesIO(page.screenshot(clip=clip))) as picture:
-            picture.convert("RGB").quantize(256).save(Path(folder) / f"{name}.png", optimize=True)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     yield from serve(tmp_path_factory.mktemp("native"), "native.py", "clip.py")
@@ -95,28 +64,27 @@ def frontends(browser, server):
         pytest.param("SamplerCustomAdvanced", custom_sampler, NODES_2, id="custom-nodes-2"),
     ],
 )
-def test_overlay_appears_at_a_sampler_of_comfyui(frontends, sampler, graph, renderer):
-    frontend = frontends.get(settings=renderer)
-    page = frontend.page
+def test_overlay_appears_at_a_sampler_of_comfyui(frontends, server, sampler, graph, renderer):
+    page = Page(frontends.get(settings=renderer), server)
     loaded = graph("tiny_wan_t2v.safetensors", "wan_t2v", next(SEEDS))
-    page.evaluate("graph => window.app.loadApiJson(graph, 'native.json')", loaded)
-    page.wait_for_timeout(500)
-    assert page.evaluate(SHOWN, sampler) is None, "a sampler without a streamed run has no overlay"
-    page.evaluate("() => window.app.queuePrompt(0)")
-    page.wait_for_function(ENDED, arg=sampler, timeout=120_000)
-    page.wait_for_timeout(700)
-    shown = page.evaluate(SHOWN, sampler)
-    assert (shown["ended"], shown["bars"]) == ("true", STEPS)
-    assert shown["width"] > 100
+    page.page.evaluate("graph => window.app.loadApiJson(graph, 'native.json')", loaded)
+    page.page.wait_for_timeout(500)
+    assert page.shown(sampler) is None, "a sampler without a streamed run has no overlay"
+    page.queue()
+    page.wait(ENDED, sampler)
+    page.page.wait_for_timeout(700)
+    shown = page.shown(sampler)
+    assert (shown["ended"], len(shown["bars"])) == ("true", STEPS)
+    assert shown["box"]["width"] > 100
     queue_to_file = re.match(QUEUE_TO_FILE, shown["numbers"])
     assert queue_to_file is not None, shown["numbers"]
     total, *phases = map(float, queue_to_file.groups())
     assert min(phases) >= 0 < phases[1]
     assert sum(phases) == pytest.approx(total, abs=0.1), "rounded"
-    saved = frontend.export().workflow["nodes"]
+    saved = page.frontend.export().workflow["nodes"]
     (values,) = (each.get("widgets_values", ()) for each in saved if each["type"] == sampler)
     assert len(values) == (7 if sampler == "KSampler" else 0), "the overlay is not saved"
-    keep_picture(page, f"native_{sampler.lower()}")
+    page.picture(f"native_{sampler.lower()}", x=80, y=78, width=800, height=640)
 
 
 EXCHANGED = {"UNETLoader": "WanStreamLoadDiffusionModel", "CLIPLoader": "TestClip"}
@@ -146,18 +114,17 @@ def template(server):
     return workflow
 
 
-NODES = f"{GRAPH}.nodes.flatMap(node => node.subgraph?.nodes ?? [node])"
-ACTIVE = f"""() => {NODES}.filter(node => node.type === 'KSamplerAdvanced' && node.mode === 0)
-.map(node => {{
-    const root = node.widgets.find(widget => widget.name === 'wanstream_run')?.element
-    if (!root) return null
-    return {{ ...root.dataset, bars: root.querySelectorAll('.wanstream-bar[data-wall]').length }}
-}})"""
+# The numbers of bars at the samplers that take part, in runs that have ended.
+BARS = f"""() => {{ {FIND}
+    const samplers = [...every({GRAPH})].filter(node => node.type === 'KSamplerAdvanced')
+    return samplers.filter(node => node.mode === 0)
+        .map(node => node.widgets.find(widget => widget.name === 'wanstream_run')?.element)
+        .filter(root => root?.dataset.ended === 'true').map(root => bars(root).length)
+}}"""
 INTO_THE_SUBGRAPH = f"""() => {{
     const outer = {GRAPH}.nodes.find(node => node.subgraph)
     if (outer) window.app.canvas.openSubgraph(outer.subgraph, outer)
 }}"""
-BOTH_ENDED = f"() => ({ACTIVE})().filter(shown => shown?.ended === 'true').length === 2"
 
 
 def test_template_of_comfyui_runs_with_loaders_exchanged(frontends, server):
@@ -168,6 +135,6 @@ def test_template_of_comfyui_runs_with_loaders_exchanged(frontends, server):
     page.evaluate(INTO_THE_SUBGRAPH)
     page.wait_for_timeout(500)
     page.evaluate("() => window.app.queuePrompt(0)")
-    page.wait_for_function(BOTH_ENDED, timeout=240_000)
+    page.wait_for_function(f"() => ({BARS})().length === 2", timeout=240_000)
     page.wait_for_timeout(700)
-    assert [shown["bars"] for shown in page.evaluate(ACTIVE)] == [2, 2]
+    assert page.evaluate(BARS) == [2, 2]
