@@ -1,7 +1,5 @@
 """Pages are short and linked. Their nodes, commands, paths and examples exist, figures are true."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -9,7 +7,7 @@ import shlex
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 from urllib.parse import unquote
 
 import pytest
@@ -263,7 +261,7 @@ def test_python_example_makes_frames(sample_models, monkeypatch):
         assert code.count(written) == 1
         code = code.replace(written, smaller)
     monkeypatch.chdir(sample_models / "diffusers")
-    names: dict[str, Any] = {}
+    names = {}
     exec(compile(code, "cli.md", "exec"), names)  # noqa: S102 - our own example
     assert names["frames"].shape == (1, 9, 48, 64, 3)
     assert torch.isfinite(names["frames"]).all()
@@ -378,7 +376,7 @@ def section(title: str) -> list[list[str]]:
     return rows_in(found[1])
 
 
-def names_of(schemas: list[Any]) -> set[str]:
+def names_of(schemas):
     """Return the inputs of nodes, and their options."""
     sockets = [socket for schema in schemas for socket in schema.inputs]
     options = {str(option) for socket in sockets for option in socket.as_dict().get("options", ())}

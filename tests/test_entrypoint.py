@@ -1,7 +1,5 @@
 """Importing the pack does nothing, in any folder name and without being installed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,14 +1,11 @@
 """Package order, public surfaces, and other house rules for tools to check."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import re
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,13 +49,12 @@ def tree():
 
 
 KINDS = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Module, ast.ClassDef, ast.FunctionDef)
-Nodes = dict[type[ast.AST], list[tuple[Path, Any]]]
 
 
 @pytest.fixture(scope="module")
 def nodes(tree):
     """Syntax nodes of all modules by type, each with the file's path in the project."""
-    found: Nodes = defaultdict(list)
+    found = defaultdict(list)
     for path, module in tree.trees.items():
         for node in ast.walk(module):
             if isinstance(node, KINDS):

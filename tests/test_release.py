@@ -1,7 +1,5 @@
 """Complete metadata for the registry, and existing files in the release checklist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

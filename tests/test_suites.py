@@ -1,7 +1,5 @@
 """Every test is in exactly one suite in `scripts/test`."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shutil

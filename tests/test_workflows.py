@@ -5,16 +5,12 @@ Canvas file, API twin and thumbnail agree, and the nodes accept every input.
 `tests/integration/browser` checks them in the frontend, and `tests/integration/comfy` in a server.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import combinations
-from typing import Any
 
 import pytest
 import torch
@@ -54,18 +50,16 @@ EMBEDDED = {"LoadImage", "LoadVideo", "GetVideoComponents"}
 VARIANTS = {"fun_control", "fun_inp", "bernini"}
 VARIANTS |= {f"{name}_workers" for name in VARIANTS}
 
-Prompt = dict[str, dict[str, Any]]
 
-
-def prompt_of(name: str) -> Prompt:
+def prompt_of(name):
     return json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def classes(prompt: Mapping[str, Mapping[str, Any]]) -> set[str]:
+def classes(prompt):
     return {node["class_type"] for node in prompt.values()}
 
 
-def our_nodes(name: str) -> Iterator[tuple[dict[str, Any], Any]]:
+def our_nodes(name):
     """Yield the nodes of this pack in a workflow, with their schemas."""
     for node in prompt_of(name).values():
         if node["class_type"] in SCHEMAS:
@@ -90,7 +84,7 @@ def test_comfyui_takes_templates_from_one_folder():
     assert [name for name in known if (WORKFLOWS.parent / name).exists()] == ["workflows"]
 
 
-def canvas_names(canvas: Mapping[str, Any]) -> dict[int, str]:
+def canvas_names(canvas):
     """Return each canvas node's name by id, as `names_of` does."""
     counts = Counter(node["type"] for node in canvas["nodes"])
     keys = [(node, "type" if counts[node["type"]] == 1 else "title") for node in canvas["nodes"]]
@@ -242,7 +236,7 @@ def test_canvas_equals_the_api_file(name):
     assert not inputs_by_name
 
 
-def _widgets(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _widgets(node):
     """Yield our nodes' widgets. A seed's second widget is how it changes after a run."""
     values = iter(node.get("widgets_values", ()))
     for socket in SCHEMAS[node["type"]].inputs:
@@ -265,7 +259,7 @@ def test_no_two_nodes_overlap(name):
         assert beside or above, f"{one} and {other}"
 
 
-def _small(name: str) -> Prompt:
+def _small(name):
     """The workflow, small enough for a test."""
     prompt = prompt_of(name)
     for node in prompt.values():

@@ -3,8 +3,6 @@
 If one is missing on this machine, these tests are skipped and name it.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from wanstream.tools.comfyui import find_comfyui

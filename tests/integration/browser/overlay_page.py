@@ -3,8 +3,6 @@
 `WANSTREAM_IMAGES` names a folder for the documentation's pictures. Without it none are kept.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

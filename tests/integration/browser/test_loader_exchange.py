@@ -1,7 +1,5 @@
 """Exchange between ComfyUI's loaders and streaming ones, by the context menu and the command."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Our nodes' Chinese texts and the help pages in ComfyUI's frontend."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """ComfyUI's own samplers with a streamed native model: the overlay is at the sampler."""
 
-from __future__ import annotations
-
 import re
 import uuid
 

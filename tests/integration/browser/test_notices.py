@@ -1,7 +1,5 @@
 """Notices on nodes, and a run's first step, in ComfyUI's own frontend with both renderers."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

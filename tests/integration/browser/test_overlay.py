@@ -1,7 +1,5 @@
 """The overlay in ComfyUI's frontend, classic canvas and Nodes 2.0, in runs on the test model."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -3,8 +3,6 @@
 They are state changes by events, and layout.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

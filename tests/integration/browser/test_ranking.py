@@ -1,7 +1,5 @@
 """A benchmark's bars on the node, and their buttons, with both renderers."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

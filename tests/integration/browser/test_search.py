@@ -1,7 +1,5 @@
 """Common search words for our nodes, in ComfyUI's own frontend search."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]

@@ -1,7 +1,5 @@
 """Shipped canvas workflows in ComfyUI's frontend: no node missing, export equal to the API twin."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

@@ -1,16 +1,13 @@
 """The chart's pixels and texts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import groupby, pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import ImageColor, ImageDraw
 
-from wanstream.bench import Variant, report_chart
+from wanstream.bench import report_chart
 from wanstream.bench.chart import COLOURS, HEAD, MARGIN, MAX_PANELS, PANEL, SCALE, WIDTH
 from wanstream.tests.support.bench_runs import (
     BLOCKING,
@@ -20,20 +17,17 @@ from wanstream.tests.support.bench_runs import (
     make_variant,
 )
 
-Pixels = np.ndarray[Any, Any]
-Words = list[tuple[str, float, float]]
-
 BARS = ("high", "low", "stall", "other")
 LEFT = MARGIN + 48
 
 
 @pytest.fixture
-def words(monkeypatch: pytest.MonkeyPatch) -> Words:
+def words(monkeypatch):
     """Record each drawn text with its left and right end in units."""
-    drawn: Words = []
+    drawn = []
     draw = ImageDraw.ImageDraw.text
 
-    def text(drawing: Any, place: Any, words: str, *args: Any, font: Any, anchor: str) -> None:
+    def text(drawing, place, words, *args, font, anchor):
         length = font.getlength(words)
         left = place[0] - {"l": 0.0, "m": length / 2, "r": length}[anchor[0]]
         drawn.append((words, left / SCALE, (left + length) / SCALE))
@@ -43,24 +37,24 @@ def words(monkeypatch: pytest.MonkeyPatch) -> Words:
     return drawn
 
 
-def drawn_with(words: Words, *variants: Variant) -> list[str]:
+def drawn_with(words, *variants):
     """Return the texts in the chart of a report."""
     words.clear()
     report_chart(make_report(*variants))
     return [each for each, _, _ in words]
 
 
-def pixels(*variants: Variant, **values: Any) -> Pixels:
+def pixels(*variants, **values):
     return np.asarray(report_chart(make_report(*variants, **values)))
 
 
-def painted(chart: Pixels, colour: str, top: int = HEAD) -> Pixels:
+def painted(chart, colour, top=HEAD):
     """Return a mask for this colour, from `top` down and right of the labels."""
     inside = chart[top * SCALE :, LEFT * SCALE :]
     return np.all(inside == ImageColor.getrgb(COLOURS[colour]), axis=2)
 
 
-def heights(chart: Pixels, colour: str, top: int = HEAD) -> list[int]:
+def heights(chart, colour, top=HEAD):
     """Return the bar heights in pixels for this colour in a panel, from left to right."""
     columns = painted(chart, colour, top + 30)[: (PANEL - 68) * SCALE].sum(axis=0)
     return [max(group) for painted, group in groupby(columns, key=bool) if painted]

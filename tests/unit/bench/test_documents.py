@@ -1,7 +1,5 @@
 """Documents show the timelines' numbers, and the page loads and runs nothing."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import io
@@ -11,7 +9,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from wanstream.bench import Report
 from wanstream.bench.documents import csv_document, html_document, json_document, summary
 from wanstream.bench.report_tables import step_table
 from wanstream.schema.records import Timeline
@@ -22,7 +19,7 @@ CHART = b"a PNG"
 
 
 @pytest.fixture
-def report() -> Report:
+def report():
     """Two variants. The first one has two trials: a warm-up and a counted run."""
     times = {"stall_s": 0.25, "stall_on_read_s": 0.125, "decode_s": 0.0625, "copy_s": 0.375}
     sizes = {"copied_bytes": 10**9, "read_bytes": 3 * 10**9, "device_bytes": 23 * 10**9}

@@ -1,7 +1,5 @@
 """Variant order in a report."""
 
-from __future__ import annotations
-
 from wanstream.bench import ranking
 from wanstream.tests.support.bench_runs import make_report, make_timeline, make_variant
 

@@ -1,11 +1,8 @@
 """Tables of a report: figures side by side, steps, phases, settings, and bandwidth."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
-from wanstream.bench import Report, Table, Trial, Variant, run_table
+from wanstream.bench import Table, Trial, run_table
 from wanstream.bench.report_tables import (
     bandwidth_tables,
     comparison,
@@ -73,7 +70,7 @@ def test_html_marks_its_row_and_keeps_markup_out():
 # --- figures side by side -------------------------------------------------------------------------
 
 
-def row(report: Report, name: str) -> tuple[str, ...]:
+def row(report, name):
     (found,) = (row[1:] for row in comparison(report).rows if row[0] == name)
     return found
 
@@ -137,7 +134,7 @@ def test_prediction_is_next_to_the_measurement():
 
 
 def test_limit_of_the_device_is_one_number():
-    def run(*compute_s: float, **fields: Any) -> Timeline:
+    def run(*compute_s, **fields):
         timeline = make_timeline(*[9.0] * len(compute_s))
         pairs = zip(timeline.steps, compute_s, strict=True)
         steps = tuple(changed_step(step, compute_s=each, **fields) for step, each in pairs)
@@ -207,7 +204,7 @@ def test_every_table_comes_once():
 # --- steps ----------------------------------------------------------------------------------------
 
 
-def columns(variant: Variant, *names: str) -> list[list[str]]:
+def columns(variant, *names):
     """Return columns of a table of steps."""
     table = step_table(variant)
     assert table is not None
@@ -328,7 +325,7 @@ def test_histogram_counts_fetches_with_data_and_time():
 # --- one run --------------------------------------------------------------------------------------
 
 
-def lines(*steps: dict[str, Any]) -> list[str]:
+def lines(*steps):
     """Return the table of a run whose steps change the expert."""
     usual = {"wall_s": 1.5, "compute_s": 1.25, "stall_s": 0.25, "bytes_moved": 2_000_000}
     own = ({"index": at, "sigma": 1 - at / 4, **usual, **each} for at, each in enumerate(steps))

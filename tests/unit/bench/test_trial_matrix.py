@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from wanstream.bench.trial_matrix import MatrixError, Setting, TrialMatrix

@@ -1,14 +1,11 @@
 """Offload case: run plan, summary, and one tiny run for each kind."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,7 +37,7 @@ REPORT = {
 WATCHED = {"wall_s": 9.0, "anonymous_peak_bytes": 6e8, "others_s": 0.2, "stolen_s": 0.0}
 
 
-def run(variant="layerwise", *, steps=(2.0, 1.0, 3.0, 1.0), **changed) -> dict[str, Any]:
+def run(variant="layerwise", *, steps=(2.0, 1.0, 3.0, 1.0), **changed):
     """Return one line for a session."""
     report = {**REPORT, "step_s": list(steps), "total_s": 0.5 + sum(steps)}
     line = {"variant": variant, "report": report, "watched": {**WATCHED, "exit_code": 0}}
@@ -145,7 +142,7 @@ def run_case(*arguments: object) -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def forked(task: Task) -> dict[str, Any]:
+def forked(task):
     """Return a report from a forked process, which need not import torch and diffusers again."""
     for wanted in ("files", "run") if task.case_variant.prepares else ("run",):
         given = (replace(task, wanted=wanted),)

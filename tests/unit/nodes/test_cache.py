@@ -1,7 +1,5 @@
 """Caches and their calibration in the embedded host: from the widgets to skipped steps."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,7 +8,7 @@ from wanstream.host.embedded.run import NodeFailedError
 from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.nodes.cache import WanStreamCache
 from wanstream.sampling.cache.settings import PRESETS, EasyCache, FirstBlockCache
-from wanstream.tests.support.host.shipped import Run, Workflow, node, shipped, timeline
+from wanstream.tests.support.host.shipped import node, shipped, timeline
 
 CACHE = {"kind": "first_block_cache", "preset": "usual", "threshold": 0.05}
 LAYERS, STEPS = 4, 4
@@ -32,7 +30,7 @@ def calibrated(prefix="calibration/one", **settings):
     return {**nodes, "calibration": node("WanStreamCacheCalibration", **inputs)}
 
 
-def skipped(run: Run, nodes: Workflow) -> list[int]:
+def skipped(run, nodes):
     return [step.skipped_visits for step in timeline(run(nodes)).steps]
 
 

@@ -1,7 +1,5 @@
 """Videos from clips without ComfyUI: continued, saved, loaded, joined; refused combinations."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

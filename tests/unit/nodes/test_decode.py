@@ -1,7 +1,5 @@
 """Decoding under a host: a copy of the latent, tiles by memory, retries when memory runs out."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 
@@ -24,7 +22,7 @@ from wanstream.schema.refs import WorkersRef
 from wanstream.schema.refs.workers import IN_PROCESS
 from wanstream.tests.support.host.embedded import embedded_host
 from wanstream.tests.support.host.given_nodes import VAE, constant
-from wanstream.tests.support.host.shipped import Run, node
+from wanstream.tests.support.host.shipped import node
 from wanstream.wan.vae.memory import HEAP_BYTES, VaeMemoryError
 from wanstream.wan.vae.tiles import Tiling, TilingError
 from wanstream.wan.vae.vae import DecodeOutOfMemoryError, VaeInputError, open_vae
@@ -40,7 +38,7 @@ NOISE = constant("Noise", io.Latent.Output(), {"samples": LATENT})
 
 
 @pytest.fixture
-def decode(run: Run) -> Run:
+def decode(run):
     """`decode(kind, **inputs)` runs the node on `LATENT`, with progress and models as options."""
 
     def decode(kind, **inputs):

@@ -1,7 +1,5 @@
 """Sigmas and guider in the embedded host."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -18,13 +16,13 @@ from wanstream.schema import StepRange
 from wanstream.schema.refs.experts import ExpertsRef, LoraRef
 from wanstream.shapes.context_windows import ContextWindows
 from wanstream.testing.model import I2V_FILE, T2V_FILE
-from wanstream.tests.support.host.shipped import Run, node, shipped, timeline
+from wanstream.tests.support.host.shipped import node, shipped, timeline
 
 PAIR = {"boundary_ratio": 0.875, "guidance_high": 4.0, "guidance_low": 3.0}
 EXPERTS = ExpertsRef(high_noise=Path("high.safetensors"), low_noise=Path("low.safetensors"))
 
 
-def steps_of(run: Run, schedule: str, denoise: float = 1.0) -> list[float | None]:
+def steps_of(run, schedule, denoise=1.0):
     """Return the noise levels of a sampler with connected sigmas, which win over its settings."""
     inputs = {"schedule": schedule, "steps": 4, "flow_shift": 5.0, "denoise": denoise}
     linked = {"steps": 9, "flow_shift": 1.0, "sigmas": ["sigmas", 0]}

@@ -1,7 +1,5 @@
 """Nodes for latents and texts: sizes, start and end images, files and pipeline folders."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Loaders of experts and LoRAs: values, kernels, single models, and refused files."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from importlib.util import find_spec

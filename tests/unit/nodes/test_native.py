@@ -1,7 +1,5 @@
 """Nodes for native models: inputs as in ComfyUI's loader, the file on disk, no embedded host."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 

@@ -1,13 +1,11 @@
 """All nodes: what saved workflows refer to, limits, fingerprints, help pages, and a cancel."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -265,7 +263,7 @@ def input_lines(page: str) -> list[InputLine]:
     return found
 
 
-def fixed_options(options: dict[str, Any]) -> list[str]:
+def fixed_options(options):
     """Return the choices shipped with the node, [] if they depend on installed models."""
     return list(options.get("options", ())) if "default" in options else []
 
@@ -358,7 +356,7 @@ def test_page_names_only_nodes_links_and_settings_that_exist(node):
 
 
 LOCALE = WEB.parent / "locales" / "zh" / "nodeDefs.json"
-CHINESE: dict[str, Any] = json.loads(LOCALE.read_text(encoding="utf-8"))
+CHINESE = json.loads(LOCALE.read_text(encoding="utf-8"))
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 CODE = re.compile(r"`[^`\n]+`")
 RUN = "run scripts/locales"
@@ -426,7 +424,7 @@ def test_cancel_ends_every_phase_with_the_work_in_hand(phase, calls, run, output
     compute = getattr(owner, name)
     done = 0
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args, **kwargs):
         nonlocal done
         # The memory is counted on meta.
         if not any(isinstance(value, torch.Tensor) and value.is_meta for value in args):

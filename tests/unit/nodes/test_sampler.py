@@ -1,7 +1,5 @@
 """The sampler in the shipped workflows, in the embedded host."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,7 +22,7 @@ from wanstream.sampling import denoise
 from wanstream.schema import Cancelled, OffloadPolicy
 from wanstream.tests.support.host.embedded import embedded_host
 from wanstream.tests.support.host.given_nodes import constant
-from wanstream.tests.support.host.shipped import Run, Workflow, latent, node, shipped, timeline
+from wanstream.tests.support.host.shipped import latent, node, shipped, timeline
 from wanstream.tests.support.plan_fixtures import CPU_MACHINE
 from wanstream.tests.support.sampling.steps import changed_step
 
@@ -33,11 +31,11 @@ AUTO = node("WanStreamAutoOffload", vram_budget_gb=0.0, ram_budget_gb=0.0)
 ONLY = {"only": ["sampler"]}
 
 
-def sampler(**inputs: Any) -> Workflow:
+def sampler(**inputs):
     return shipped(sampler=inputs)
 
 
-def samples(run: Run, nodes: Workflow) -> torch.Tensor:
+def samples(run, nodes):
     return latent(run(nodes, **ONLY))
 
 
@@ -91,7 +89,7 @@ def test_queue_item_has_all_its_phases(run):
     assert (events.executing().prompt_id, events.ledger().phases()) == (None, ()), "nothing runs"
 
 
-def in_two(**second: Any) -> Workflow:
+def in_two(**second):
     """Text to video with euler in 4 steps: two samplers joined at step 2, with these inputs."""
     nodes = sampler(solver="euler")
     inputs = nodes["sampler"]["inputs"]
@@ -112,7 +110,7 @@ def test_two_samplers_are_one_run_in_two_parts(run):
         run(in_two(flow_shift=5.0))
 
 
-def swapped(blocks: int) -> Workflow:
+def swapped(blocks):
     inputs = {"blocks_to_swap": blocks, "prefetch_blocks": 1, "weights_source": "RAM"}
     return shipped(policy=node("WanStreamBlockSwap", **inputs))
 

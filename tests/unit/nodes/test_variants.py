@@ -1,7 +1,5 @@
 """Nodes for Fun Control and Bernini inputs, and their loaders, on the test model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 

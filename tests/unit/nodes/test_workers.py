@@ -3,8 +3,6 @@
 Two workers behind Ray: `tests/test_workflows.py` and `tests/integration/comfy/test_workers.py`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -24,7 +22,7 @@ from wanstream.schema import Cancelled, Mesh
 from wanstream.schema.records import Timeline
 from wanstream.schema.refs import PathMap, WorkersRef
 from wanstream.tests.support.host.embedded import embedded_host
-from wanstream.tests.support.host.shipped import Workflow, latent, shipped
+from wanstream.tests.support.host.shipped import latent, shipped
 
 AS_IT_IS = {socket.id: socket.as_dict()["default"] for socket in workers_inputs()}
 NOT_ASKED = ("weights", "threads", "max_restarts", "timeout_s")
@@ -98,7 +96,7 @@ HERE = {"count": 1, "cluster": "in-process"}
 ONLY = {"only": ["sampler"]}
 
 
-def workflow(workers: Mapping[str, Any] | None = HERE, **sampler: Any) -> Workflow:
+def workflow(workers=HERE, **sampler):
     """The shipped workflow; with None, without workers."""
     nodes = shipped("workers", sampler=sampler, workers=dict(workers or {}))
     if workers is None:

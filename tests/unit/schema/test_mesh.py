@@ -1,7 +1,5 @@
 """Mesh ranks, coordinates and groups."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

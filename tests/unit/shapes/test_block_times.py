@@ -1,7 +1,5 @@
 """Arithmetic chosen from measured times."""
 
-from __future__ import annotations
-
 import pytest
 
 from wanstream.shapes import BlockTimes, ExpertShape, block_rates, choose_arithmetic

@@ -1,7 +1,5 @@
 """Context windows: each window's frames and blend weights."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from itertools import pairwise
 

@@ -1,11 +1,8 @@
 """Thread that samples memory between events."""
 
-from __future__ import annotations
-
 import mmap
 import threading
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from wanstream.tests.support.polling import eventually
 CPU = torch.device("cpu")
 
 
-def sampler(device: torch.device = CPU, *, on_tick: Any = None, **settings: Any) -> MemorySampler:
+def sampler(device=CPU, *, on_tick=None, **settings):
     made = MemorySampler(device, run_start=time.perf_counter(), on_tick=on_tick)
     vars(made).update({"interval_s": 0.001, **settings})
     return made

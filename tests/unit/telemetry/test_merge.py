@@ -1,7 +1,5 @@
 """Several workers' timelines become one, on the run's clock: nothing is lost or counted twice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,15 +1,11 @@
 """The recorder against an independent clock, and the resources it starts and stops."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,21 +47,20 @@ def take_step(recorder: Recorder, index: int = 0, expert: str = "high", *, block
             recorder.visit((block, asked, arrived, ready, recorder.clock.mark()))
 
 
-def recorder_with(**options: Any) -> Recorder:
+def recorder_with(**options):
     return Recorder(CPU, observe=TelemetryOptions(**options))
 
 
-def trace_in(folder: Path) -> dict[str, Any]:
+def trace_in(folder):
     (file,) = folder.iterdir()
-    trace: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return trace
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def test_visits_are_reported_only_within_a_step(monkeypatch):
-    ticks: list[Callable[[], None]] = []
+    ticks = []
     told: list[tuple[str, int]] = []
 
-    def sampler(*_: Any, on_tick: Callable[[], None], **__: Any) -> None:
+    def sampler(*_, on_tick, **__):
         ticks.append(on_tick)
 
     monkeypatch.setattr(recorder_module, "MemorySampler", sampler)

@@ -3,30 +3,26 @@
 On a CPU an event is a host time, so sums can be checked by hand.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 from wanstream.devices.clock import clock_for
 from wanstream.schema.records import Transfers
-from wanstream.telemetry.step_events import BlockArrival, ReadSpan, StepEvents, VisitEvents
+from wanstream.telemetry.step_events import BlockArrival, ReadSpan, StepEvents
 
 CLOCK = clock_for(torch.device("cpu"))
 
 
-def arrival(block: int, asked: float = 0, arrived: float = 0, **spans: Any) -> BlockArrival:
+def arrival(block, asked=0, arrived=0, **spans):
     """Return an arrival, with spans for `read`, `copied` and `decoded`."""
     given = (spans.get(name) for name in ("read", "copied", "decoded"))
     return BlockArrival(block, 100, asked, arrived, *given)
 
 
-def read(began: float, ended: float, *, straight: bool = False, locked: Any = None) -> ReadSpan:
+def read(began, ended, *, straight=False, locked=None):
     return ReadSpan(began, ended, 60, straight, locked)
 
 
-def marks(*arrivals: BlockArrival, visits: tuple[VisitEvents, ...] = ()) -> StepEvents:
+def marks(*arrivals, visits=()):
     step = StepEvents(CLOCK)
     step.arrivals += arrivals
     step.visits += visits

@@ -1,11 +1,8 @@
 """Run traces: the format needed by viewers, and files either complete or absent."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import pytest
 
@@ -22,11 +19,11 @@ MEMORY = MemorySample(at_s=0.5, device_bytes=None, device_used_bytes=None, rss_b
 TIMELINE = Timeline(kind="measured", steps=(STEP,), phases=(TEXT, LOW), memory=(MEMORY,))
 
 
-def span(row: str, began: float, ended: float, **args: Any) -> TraceSpan:
+def span(row, began, ended, **args):
     return TraceSpan(row, f"low {began:g}", began, ended, args)
 
 
-def slices(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def slices(trace):
     """Return the complete events by row name."""
     events = sorted(trace["traceEvents"], key=lambda event: event.get("tid", 0))
     names = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}

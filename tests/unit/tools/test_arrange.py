@@ -1,16 +1,14 @@
 """Nodes are inside their frames, from left to right, without overlap."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.tools.arrange import TITLE, Box, Group, Layout, Size, place
+from wanstream.tools.arrange import TITLE, Box, Group, Size, place
 
 
-def whole(layout: Layout, sizes: dict[str, Size], node: str) -> Box:
+def whole(layout, sizes, node):
     """Return a node's box with the title bar."""
     x, y = layout.nodes[node]
     return Box(x, y - TITLE, sizes[node].width, sizes[node].height + TITLE)

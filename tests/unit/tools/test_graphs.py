@@ -1,15 +1,11 @@
 """Graphs in API format are compared whatever their ids."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from wanstream.tools.graphs import by_name, links_of, numbered
 
 
-def node(title: str, **inputs: Any) -> dict[str, Any]:
+def node(title, **inputs):
     return {"class_type": "Node", "_meta": {"title": title}, "inputs": inputs}
 
 

@@ -1,7 +1,5 @@
 """The English locale equals the schemas, and the Chinese locale translates it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Runs with more blocks are simulated from a shorter run's rates."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Watching a run: cold files, memory limits, and samples from outside."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from wanstream.benchmarks.offload_case.linux import (
     memory_bytes,
     process_usage,
 )
-from wanstream.benchmarks.offload_case.watch import Watched, watch
+from wanstream.benchmarks.offload_case.watch import watch
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads the counters of Linux")
 MB = 2**20
@@ -39,7 +37,7 @@ def test_dropped_files_are_read_from_the_disk_again(tmp_path):
 @LINUX
 @pytest.mark.integration
 def test_process_is_seen_from_outside(tmp_path):
-    def run(program: str, timeout_s: float = 60) -> Watched:
+    def run(program, timeout_s=60):
         command = [sys.executable, "-c", program]
         return watch(command, log=tmp_path / "log", environment={"A": "b"}, timeout_s=timeout_s)
 

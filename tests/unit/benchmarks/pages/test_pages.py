@@ -1,7 +1,5 @@
 """Table rows and sentences in pages have the rounded figures from the results."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Benchmark runs: order, settings, and report files after failures. No model is opened."""
 
-from __future__ import annotations
-
 import errno
 import json
 import threading

@@ -1,7 +1,5 @@
 """Graph files refused by their headers when the graph starts."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Safety copy for a latent: written before the video, removed only after success."""
 
-from __future__ import annotations
-
 import errno
 import logging
 from unittest import mock

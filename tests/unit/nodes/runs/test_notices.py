@@ -1,7 +1,5 @@
 """Warnings about suspicious inputs: on their node, in the log, and as errors in strict mode."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -14,7 +12,7 @@ from wanstream.host.embedded.run import NodeFailedError
 from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.nodes.runs.notices import NOTICES, StrictError
 from wanstream.tests.support.host.embedded import embedded_host
-from wanstream.tests.support.host.shipped import WORKFLOWS, Workflow, node, shipped
+from wanstream.tests.support.host.shipped import WORKFLOWS, node, shipped
 
 HIGH, LOW = (f"wan2.2_t2v_{place}_noise_14B_fp8_scaled.safetensors" for place in ("high", "low"))
 LIGHTNING = "wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors"
@@ -23,7 +21,7 @@ LORA_LOW = LIGHTNING.format("low")
 IMAGE_LORA = "wan2.2_i2v_lightx2v_4steps_lora_v1_high_noise.safetensors"
 
 
-def graph(high: str = HIGH, low: str = LOW, loras: tuple[str, str] | None = None) -> Workflow:
+def graph(high=HIGH, low=LOW, loras=None):
     """Loaders only: experts, and a LoRA pair on them."""
     inputs = {"high_noise": high, "low_noise": low, "compute_dtype": "fp32"}
     nodes = {"experts": node("WanStreamExperts", **inputs)}

@@ -1,7 +1,5 @@
 """Moving previews: when they are due, what they show and cost, and no change to a run."""
 
-from __future__ import annotations
-
 import base64
 import io as bytes_io
 import json

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -11,11 +8,11 @@ from wanstream.schema.records.timeline import RATE_BORDERS, RateRange, run_phase
 USUAL = {"index": 0, "expert": "high", "sigma": None, "wall_s": 4.0, "compute_s": 3.0}
 
 
-def record(**figures: Any) -> StepRecord:
+def record(**figures):
     return StepRecord.of(**{**USUAL, "stall_s": 1.0, "bytes_moved": 100, **figures})
 
 
-def timeline(*steps: StepRecord, **values: Any) -> Timeline:
+def timeline(*steps, **values):
     return Timeline(**{"steps": steps, "kind": "measured", **values})
 
 
@@ -148,7 +145,7 @@ def test_ranges_are_added_up_and_in_order():
 # --- phases ---------------------------------------------------------------------------------------
 
 
-def steps_of(*experts: str, **figures: Any) -> list[StepRecord]:
+def steps_of(*experts, **figures):
     """Return 2 s steps with 0.5 s between them, the first after 1 s."""
     steps = []
     for index, expert in enumerate(experts):
