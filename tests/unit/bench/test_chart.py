@@ -152,12 +152,10 @@ def test_steps_in_which_a_cache_left_blocks_out_are_marked():
     assert {int(place // pitch) for place in np.flatnonzero(marks[under[0]])} == {1, 3}
 
 
-def _brightness(colour: str) -> float:
-    parts = (part / 255 for part in ImageColor.getrgb(colour))
-    linear = [
-        each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts
-    ]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+def _brightness(colour):
+    parts = np.array(ImageColor.getrgb(colour)) / 255
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return linear @ (0.2126, 0.7152, 0.0722)
 
 
 def test_texts_and_bars_have_enough_contrast():
