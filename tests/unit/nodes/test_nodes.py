@@ -5,7 +5,6 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from wanstream.shapes import T2V_A14B
 from wanstream.tests.support.host import given_nodes as given
 from wanstream.tests.support.host.embedded import embedded_host
 from wanstream.tools.locales import input_lines as input_lines_in_chinese
-from wanstream.tools.locales import section, translated_by_hand
+from wanstream.tools.locales import page_file, section, translated_by_hand
 
 NODES = given.PACK
 EACH_NODE = pytest.mark.parametrize("node", NODES, ids=lambda node: node.__name__)
@@ -228,39 +227,17 @@ def test_tooltips_have_the_figures_of_the_planner():
 WEB = Path(wanstream.nodes.__file__).parents[1] / "web"
 DOCS = WEB / "docs"
 
+LOCALE = WEB.parent / "locales" / "zh" / "nodeDefs.json"
+CHINESE = json.loads(LOCALE.read_text(encoding="utf-8"))
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+CODE = re.compile(r"`[^`\n]+`")
+RUN = "run scripts/locales"
 BOLD = r"\*\*(.+?)\*\*"
 WIDGETS = {"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"}
 
 
-def page_of(node: type[io.ComfyNode]) -> str:
-    return (DOCS / f"{node.__name__}.md").read_text(encoding="ascii")
-
-
-def chinese_page_of(node: type[io.ComfyNode]) -> str:
-    """Return the page shown when ComfyUI's language is Chinese."""
-    return (DOCS / node.__name__ / "zh.md").read_text(encoding="utf-8")
-
-
-class InputLine(NamedTuple):
-    """Line in the list of inputs: - `name` (default `value`, limits): text."""
-
-    name: str
-    default: str
-    """`connected`, `optional` or words for an input without a default."""
-    limits: str
-    what: str
-
-
-def input_lines(page: str) -> list[InputLine]:
-    found = []
-    for line in section(page, "Inputs").splitlines():
-        if line.startswith("- "):
-            parts = re.fullmatch(r"- `(\w+)` \((.+?)\): (.+)", line)
-            assert parts, line
-            told = re.fullmatch(r"(?:default )?(`[^`]*`|[^`,]+)(?:, (.+))?", parts[2])
-            assert told, line
-            found.append(InputLine(parts[1], told[1], told[2] or "", parts[3]))
-    return found
+def page_of(node, language="en"):
+    return page_file(DOCS, node.__name__, language).read_text(encoding="utf-8")
 
 
 def fixed_options(options):
@@ -290,6 +267,7 @@ def test_only_script_in_web_names_every_module():
 def test_page_has_its_parts(node):
     page = page_of(node)
     schema = node.define_schema()
+    assert page.isascii()
     assert page.splitlines()[0] == f"# {schema.display_name}"
     for title in ("Inputs", "Outputs", "Recommendations", "Example", "Errors"):
         assert section(page, title).strip(), title
@@ -297,29 +275,25 @@ def test_page_has_its_parts(node):
     for output in schema.outputs:
         assert f"`{output.display_name}`" in section(page, "Outputs")
     # The side panel is about 300 pixels wide: three or more columns do not fit.
-    for line in [*page.splitlines(), *chinese_page_of(node).splitlines()]:
+    for line in [*page.splitlines(), *page_of(node, "zh").splitlines()]:
         assert line.count("|") <= 3 or not line.startswith("|"), line
 
 
 @EACH_NODE
 def test_inputs_have_the_defaults_and_limits_of_the_schema(node):
-    lines = input_lines(page_of(node))
-    sockets = node.define_schema().inputs
-    assert [line.name for line in lines] == [socket.id for socket in sockets]
-    for socket, (_, default, limits, what) in zip(sockets, lines, strict=True):
-        options = socket.as_dict()
-        if "default" in options:
-            assert default == f"`{options['default']}`", socket.id
-        else:
-            assert "`" not in default, f"{socket.id} has no default"
-            assert (default == "optional") == bool(socket.optional), socket.id
-        if "min" in options:
-            # A 20-digit number cannot be broken and would be wider than the panel.
-            most = "2^64-1" if options["max"] == 2**64 - 1 else options["max"]
-            assert limits == f"`{options['min']}..{most}`", socket.id
-        for option in fixed_options(options):
-            assert f"`{option}`" in limits, socket.id
-        assert what.endswith("."), socket.id
+    """The lines of the Chinese page are made from the schema."""
+    schema = node.define_schema()
+    lines = [line for line in section(page_of(node), "Inputs").splitlines() if line[:2] == "- "]
+    made = input_lines_in_chinese(schema, CHINESE[schema.node_id])
+    for socket, line, chinese in zip(schema.inputs, lines, made, strict=True):
+        found = re.fullmatch(r"- `(\w+)` \((.+?)\): .+\.", line)
+        assert found, line
+        name, words = found.groups()
+        values = CODE.findall(re.findall("（(.*?)）：", chinese)[0])
+        assert (name, CODE.findall(words)[: len(values)]) == (socket.id, values)
+        has_default = "default" in socket.as_dict()
+        assert words.startswith("default `") == has_default, socket.id
+        assert has_default or words.startswith("optional") == bool(socket.optional), socket.id
 
 
 @EACH_NODE
@@ -355,13 +329,6 @@ def test_page_names_only_nodes_links_and_settings_that_exist(node):
     assert set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", prose)) <= known
 
 
-LOCALE = WEB.parent / "locales" / "zh" / "nodeDefs.json"
-CHINESE = json.loads(LOCALE.read_text(encoding="utf-8"))
-NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
-CODE = re.compile(r"`[^`\n]+`")
-RUN = "run scripts/locales"
-
-
 def messages_in(page: str, title: str) -> list[list[str]]:
     rows = [line for line in section(page, title).splitlines() if line.startswith("| ")]
     return [CODE.findall(row.split("|")[1]) for row in rows[1:]]
@@ -369,7 +336,7 @@ def messages_in(page: str, title: str) -> list[list[str]]:
 
 @EACH_NODE
 def test_chinese_page_agrees_with_the_english_one(node):
-    schema, english, chinese = node.define_schema(), page_of(node), chinese_page_of(node)
+    schema, english, chinese = node.define_schema(), page_of(node), page_of(node, "zh")
     said = CHINESE[schema.node_id]
     assert chinese.splitlines()[0] == f"# {said['display_name']}"
     lines = section(chinese, "输入").split("\n")[1:-2]
