@@ -1,6 +1,5 @@
 """The benchmark node behind the sampler, in the embedded host, on the test model."""
 
-import csv
 import json
 
 import numpy as np
@@ -50,7 +49,7 @@ def digests(report):
 
 
 def test_run_is_reported_with_the_samplers_timeline(run, output):
-    """Sampler, benchmark, JSON, CSV, summary and page show one timeline."""
+    """Sampler, benchmark, JSON, summary and page show one timeline."""
     history = run(workflow(), **ONLY)
     folder = output / "figures"
     assert names(output) == FILES
@@ -64,17 +63,13 @@ def test_run_is_reported_with_the_samplers_timeline(run, output):
     assert (shown["text"], shown["images"]) == ([summary], [place])
 
     (kept,) = history.outputs["sampler"][TIMELINE]
-    timeline = Timeline.from_dict(kept)
     report = written(output)
     ((trial,),) = (variant["trials"] for variant in report["variants"])
     assert trial["timeline"] == kept
     assert shown[TIMELINE] == [{**kept, "memory": []}]
-    with (folder / "run_00001_.csv").open(encoding="utf-8", newline="") as file:
-        lines = [(float(line["wall_s"]), int(line["bytes_moved"])) for line in csv.DictReader(file)]
-    assert lines == [(step.wall_s, step.bytes_moved) for step in timeline.steps]
+    whole = f"{format_seconds(Timeline.from_dict(kept).wall_s)} s (1 run)"
     for text in (summary, (folder / "run_00001_.html").read_text(encoding="utf-8")):
-        assert f"{format_seconds(timeline.wall_s)} s (1 run)" in text
-        assert f"{format_seconds(timeline.first_block_s or 0)} s (1 run)" in text
+        assert whole in text
     assert {"text", "high", "low"} <= {phase["name"] for phase in report["phases"]}
 
 

@@ -18,13 +18,11 @@ from wanstream.nodes.runs.latent_backup import VideoRefusedError
 from wanstream.nodes.runs.video_file import VideoEncoding, write_video
 from wanstream.nodes.workers import workers_inputs
 from wanstream.schema import Cancelled
-from wanstream.schema.refs import WorkersRef
-from wanstream.schema.refs.workers import IN_PROCESS
+from wanstream.schema.refs import IN_PROCESS, WorkersRef
 from wanstream.tests.support.host.embedded import embedded_host
 from wanstream.tests.support.host.given_nodes import VAE, constant
 from wanstream.tests.support.host.shipped import node
-from wanstream.wan.vae.memory import HEAP_BYTES, VaeMemoryError
-from wanstream.wan.vae.tiles import Tiling, TilingError
+from wanstream.wan.vae import HEAP_BYTES, Tiling, TilingError, VaeMemoryError
 from wanstream.wan.vae.vae import DecodeOutOfMemoryError, VaeInputError, open_vae
 
 LATENT = torch.randn(1, 16, 2, 8, 10, generator=torch.Generator().manual_seed(0))
@@ -57,13 +55,16 @@ def decode(run):
     return decode
 
 
+def frames_of(file, tile, **options):
+    tiling = Tiling.of(tile) if tile else None
+    with open_vae(file, **options) as vae:
+        return vae.decode(LATENT, device="cpu", tiling=tiling).flatten(0, 1)
+
+
 @pytest.fixture(scope="module")
 def frames(sample_models):
     """Return frames by tile size, with 0 for whole frames."""
-    with open_vae(sample_models / "vae" / VAE) as vae:
-        whole = vae.decode(LATENT, device="cpu").flatten(0, 1)
-        tiled = vae.decode(LATENT, device="cpu", tiling=Tiling.of(64)).flatten(0, 1)
-        return {0: whole, 64: tiled}
+    return {tile: frames_of(sample_models / "vae" / VAE, tile) for tile in (0, 64)}
 
 
 def budget_for(vae, latent, tiling, *, to_file=False):
@@ -121,9 +122,7 @@ def test_whole_frames_where_they_fit(decode, frames, output, kind):
 def test_vae_computes_in_the_dtype_of_the_node(
     decode, frames, output, sample_models, tile, workers
 ):
-    tiling = Tiling.of(tile) if tile else None
-    with open_vae(sample_models / "vae" / VAE, torch.bfloat16) as vae:
-        expected = vae.decode(LATENT, device="cpu", tiling=tiling).flatten(0, 1)
+    expected = frames_of(sample_models / "vae" / VAE, tile, dtype=torch.bfloat16)
     assert not torch.equal(expected, frames[tile])
     history = decode(IMAGES, compute_dtype="bf16", tile_size=tile, **workers)
     check_made(history, output, expected)
@@ -233,12 +232,6 @@ def models(sample_models, tmp_path):
     return folder
 
 
-def frames_of(file, tile, scale="by file name"):
-    tiling = Tiling.of(tile) if tile else None
-    with open_vae(file, latent_scale=scale) as vae:
-        return vae.decode(LATENT, device="cpu", tiling=tiling).flatten(0, 1)
-
-
 @pytest.mark.parametrize(("tile", "workers"), [(64, {}), (0, WORKERS)], ids=["here", "worker"])
 def test_images_of_a_tiny_vae(decode, sample_models, tile, workers):
     history = decode(IMAGES, vae="taew2_1.safetensors", tile_size=tile, **workers)
@@ -258,7 +251,7 @@ def test_latent_scale_is_used_wherever_tiles_are_decoded(decode, models, scale, 
     inputs = {"vae": "mine.safetensors", "latent_scale": scale, "tile_size": 64, **workers}
     found = decode(IMAGES, models=models, **inputs).results["decode"][0]
     for each in ("raw", "normalised"):
-        expected = frames_of(models / "vae" / "mine.safetensors", 64, each)
+        expected = frames_of(models / "vae" / "mine.safetensors", 64, latent_scale=each)
         assert torch.equal(found, expected) == (each == scale)
 
 

@@ -21,8 +21,7 @@ from wanstream.nodes.runs.benchmark import _describe_experts
 from wanstream.nodes.sampler import SamplerSettings, WanStreamSampler
 from wanstream.sampling.steps import RequestError
 from wanstream.schema import StepRange
-from wanstream.schema.refs import ExpertsRef
-from wanstream.schema.refs.experts import LoraRef
+from wanstream.schema.refs import ExpertsRef, LoraRef
 from wanstream.testing import model
 from wanstream.tests.support.host.given_nodes import SETTINGS
 from wanstream.tests.support.host.shipped import node, shipped
@@ -74,12 +73,6 @@ class TestExperts:
         (choice,) = (each for each in loader.define_schema().inputs if each.id == "compute_dtype")
         assert choice.as_dict()["default"] == "auto"
 
-    def test_single_models_are_files_and_folders(self):
-        for file in (model.T2V_FILE, model.I2V_FILE, model.T2V_PIPELINE):
-            (ref,) = WanStreamOneExpert.execute(file.name, "fp32").args
-            assert (ref.single, ref.low_noise) == (True, None)
-            assert current_host().models.experts(ref).is_single
-
 
 def test_report_names_the_chosen_kernels():
     chosen = replace(REF, attention="sage", compile=True, arithmetic="as stored")
@@ -104,21 +97,20 @@ SIZE = {"width": 64, "height": 32, "frames": 9}
 
 
 @pytest.mark.usefixtures("opened_test_model")
-class TestSingleModels:
-    @pytest.mark.parametrize("name", [model.TI2V_FILE.name, model.TI2V_PIPELINE.name])
-    def test_sampler_runs_a_single_model(self, name, text):
-        (ref,) = WanStreamOneExpert.execute(name, "fp32").args
-        image = torch.rand(1, 40, 56, 3, generator=torch.Generator().manual_seed(1))
-        given = (text, text, model.WAN22_VAE_FILE.name, image, 1)
-        *prompts, latent = WanStreamImageToVideo.execute(*given, **SIZE).args
-        made, ran = WanStreamSampler.execute(ref, *prompts, latent, **SETTINGS).args
-        assert [step.expert for step in ran.timeline.steps] == ["high"] * 3
-        assert ran.block_counts == {"high": 4}
-        samples = made["samples"]
-        first = latent["samples"][:, :, :1]
-        assert samples.shape == (1, 48, 3, 2, 4)
-        assert samples.std() > 0.1
-        assert (samples[:, :, :1] - first).norm() / first.norm() < 1e-5, "begins with the image"
+@pytest.mark.parametrize("name", [model.TI2V_FILE.name, model.TI2V_PIPELINE.name])
+def test_sampler_runs_a_single_model(name, text):
+    (ref,) = WanStreamOneExpert.execute(name, "fp32").args
+    image = torch.rand(1, 40, 56, 3, generator=torch.Generator().manual_seed(1))
+    given = (text, text, model.WAN22_VAE_FILE.name, image, 1)
+    *prompts, latent = WanStreamImageToVideo.execute(*given, **SIZE).args
+    made, ran = WanStreamSampler.execute(ref, *prompts, latent, **SETTINGS).args
+    assert [step.expert for step in ran.timeline.steps] == ["high"] * 3
+    assert ran.block_counts == {"high": 4}
+    samples = made["samples"]
+    first = latent["samples"][:, :, :1]
+    assert samples.shape == (1, 48, 3, 2, 4)
+    assert samples.std() > 0.1
+    assert (samples[:, :, :1] - first).norm() / first.norm() < 1e-5, "begins with the image"
 
 
 LIGHTNING = "wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors"

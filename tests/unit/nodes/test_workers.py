@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded.events import NodeProgress
 from wanstream.host.embedded.run import NodeFailedError
 from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.host.run_events import NOTICES_EVENT
@@ -131,7 +130,7 @@ def test_run_is_announced_with_each_workers_timeline(run, monkeypatch):
         run_experts, "wire_notes", lambda shared, driver: (f"{driver.mesh}: {shared.videos} apart",)
     )
     events = list[tuple[str, Mapping[str, Any]]]()
-    progress = list[NodeProgress]()
+    progress = []
     told = {"on_event": lambda *event: events.append(event), "on_progress": progress.append}
     history = run(workflow(), **told, **ONLY)
     assert history.results["sampler"][1].workers == WorkersRef(count=1, address="in-process")
@@ -146,6 +145,16 @@ def test_run_is_announced_with_each_workers_timeline(run, monkeypatch):
     assert done == [1, 2, 3, 4]
 
 
+def raising(error):
+    """Return a progress function that raises this after two steps."""
+
+    def on_progress(each):
+        if (each.node_id, each.done, each.total) == ("sampler", 2, 4):
+            raise error
+
+    return on_progress
+
+
 @pytest.fixture
 def states(output, monkeypatch):
     """The folder of states, which every step writes."""
@@ -157,14 +166,10 @@ def states(output, monkeypatch):
 @pytest.mark.slow  # runs whole workflows
 def test_run_whose_process_ended_is_continued(run, states):
     expected = latent(run(workflow(None), **ONLY))
-    progress: list[NodeProgress] = []
-
-    def end_after_two_steps(each: NodeProgress) -> None:
-        if (each.node_id, each.done, each.total) == ("sampler", 2, 4):
-            raise KeyboardInterrupt
+    progress = []
 
     with pytest.raises(KeyboardInterrupt):
-        run(workflow(), on_progress=end_after_two_steps, **ONLY)
+        run(workflow(), on_progress=raising(KeyboardInterrupt), **ONLY)
     assert len(list(states.iterdir())) == 1
     history = run(workflow(), on_progress=progress.append, **ONLY)
     assert torch.equal(latent(history), expected)
@@ -177,13 +182,9 @@ def test_run_whose_process_ended_is_continued(run, states):
 
 @pytest.mark.parametrize("error", [Cancelled, ValueError])
 def test_cancel_by_the_progress_bar_removes_the_states(error, run, states):
-    def raise_after_two_steps(each: NodeProgress) -> None:
-        if (each.node_id, each.done, each.total) == ("sampler", 2, 4):
-            raise error("raised by the bar")
-
     raised = Cancelled if error is Cancelled else NodeFailedError
     with pytest.raises(raised, match="raised by the bar"):
-        run(workflow(), on_progress=raise_after_two_steps, **ONLY)
+        run(workflow(), on_progress=raising(error("raised by the bar")), **ONLY)
     assert states.exists() == (error is ValueError)
 
 

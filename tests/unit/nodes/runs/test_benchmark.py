@@ -11,25 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.bench import Report, Trial, TrialTimes, Variant
+from wanstream.bench import Report, TrialMatrix, TrialTimes
 from wanstream.bench.report_tables import run_phase_table
-from wanstream.bench.trial_matrix import TrialMatrix
-from wanstream.distributed.driver.stage_run import RestartLimitError
-from wanstream.distributed.driver.worker_group import WorkerFailedError
-from wanstream.host import ModelRun
+from wanstream.distributed import RestartLimitError, WorkerFailedError
+from wanstream.host import ModelRun, OutputFile
 from wanstream.host.embedded.files import Folders
-from wanstream.host.folders import OutputFile
 from wanstream.nodes.runs import benchmark as benchmark_runs
 from wanstream.nodes.runs.run_experts import SamplerRun
 from wanstream.offload.sources import InsufficientRamError
 from wanstream.plan import AutoOffload, DoesNotFitError
 from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens
 from wanstream.sampling.steps import DenoiseResult, RequestError, StepProgress
-from wanstream.schema import Cancelled, Mesh, MeshError, OffloadPolicy, StepRange
-from wanstream.schema.records import PhaseRecord, StepRecord, Timeline
-from wanstream.schema.refs import WorkersRef
-from wanstream.schema.refs.experts import ExpertsRef, LoraRef
-from wanstream.schema.version import VERSION
+from wanstream.schema import VERSION, Cancelled, Mesh, MeshError, OffloadPolicy, StepRange
+from wanstream.schema.records import PhaseRecord
+from wanstream.schema.refs import ExpertsRef, LoraRef, WorkersRef
+from wanstream.tests.support.bench_runs import make_report, make_timeline, make_variant
 from wanstream.tests.support.full_disk import largest_file
 from wanstream.tests.support.host.embedded import embedded_host
 from wanstream.wan.latents import tensor_digest
@@ -45,16 +41,10 @@ def request(steps=4, **changes):
     return DenoiseRequest(**{**given, "switch_step": 2, **changes})
 
 
-def step_record(index: int, expert: str, sigma: float, seconds: float) -> StepRecord:
-    figures = {"wall_s": seconds, "compute_s": seconds, "stall_s": 0, "bytes_moved": 0}
-    return StepRecord.of(index=index, expert=expert, sigma=sigma, **figures)
-
-
-def result(request: DenoiseRequest, seconds: float = 1.0) -> DenoiseResult:
-    plan = request.step_plan
-    each = ((step, plan.experts[step], plan.schedule.sigmas[step]) for step in plan.steps)
-    steps = tuple(step_record(*step, seconds) for step in each)
-    timeline = Timeline(kind="measured", steps=steps)
+def result(request, seconds=1.0):
+    steps = request.step_plan.steps
+    walls = [seconds] * len(steps)
+    timeline = make_timeline(*walls, switch=request.switch_step, first=steps[0], stall_s=0)
     return DenoiseResult(latents=LATENTS, sigma=0, timeline=timeline)
 
 
@@ -356,12 +346,9 @@ def test_request_is_described_in_words(make_request):
 ALL_FILES = [".csv", ".html", ".json", ".png"]
 
 
-def report(trials: int) -> Report:
-    timeline = Timeline(kind="measured", steps=(step_record(0, "high", 1.0, 2.0),))
-    made = (Trial(timeline=timeline, latents="ab"),) * trials
-    variant = Variant(name="a", settings={}, trials=made)
-    parts = {"variants": (variant,), "method": {}, "machine": {}, "planned": 3}
-    return Report(title="A benchmark", finished=trials == 3, **parts)
+def report(trials):
+    variant = make_variant("a", *[make_timeline(2.0)] * trials)
+    return make_report(variant, planned=3, finished=trials == 3)
 
 
 def files(folder: Path) -> benchmark_runs.ReportFiles:

@@ -16,35 +16,27 @@ from wanstream.nodes.runs.video_file import VideoFileError, write_video
 from wanstream.schema import Cancelled
 from wanstream.tests.support.full_disk import largest_file
 from wanstream.tests.support.host.embedded import embedded_host, validate_workflow
+from wanstream.tests.support.host.given_nodes import constant
 from wanstream.tests.support.host.shipped import node
-from wanstream.wan.vae.memory import VaeMemoryError
-from wanstream.wan.vae.vae import DecodeOutOfMemoryError
+from wanstream.wan.vae import DecodeOutOfMemoryError, VaeMemoryError
 
 LATENT = torch.arange(512.0).view(1, 16, 2, 4, 4)
 SAVED = {"fps": 16.0, "filename_prefix": "video/x", "crf": 20}
 WARNINGS = {"level": logging.WARNING, "logger": "wanstream.nodes"}
 
 
-class Made(io.ComfyNode):
-    """Grey frames, their latent, and a frame rate and name no widget can give."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        kinds = (io.Image, io.Latent, io.Float, io.String)
-        outputs = [kind.Output() for kind in kinds]
-        sides = [io.Int.Input("height", default=32), io.Int.Input("width", default=48)]
-        return io.Schema(node_id="Made", inputs=sides, outputs=outputs)
-
-    @classmethod
-    def execute(cls, height: int, width: int) -> io.NodeOutput:
-        images = torch.full((5, height, width, 3), 0.5)
-        return io.NodeOutput(images, {"samples": LATENT}, float("nan"), "x" * 300)
+def images(height=32, width=48):
+    """Return a node with grey frames."""
+    return constant("Images", io.Image.Output(), torch.full((5, height, width, 3), 0.5))
 
 
-def graph(height=32, width=48, **inputs):
-    links = {"images": ["made", 0], "latent": ["made", 1]}
+MADE = [images(), constant("Latent", io.Latent.Output(), {"samples": LATENT})]
+
+
+def graph(**inputs):
+    links = {"images": ["images", 0], "latent": ["latent", 0]}
     save = node("WanStreamSaveVideo", **{**links, **SAVED, **inputs})
-    return {"made": node("Made", height=height, width=width), "save": save}
+    return {"images": node("Images"), "latent": node("Latent"), "save": save}
 
 
 @pytest.fixture
@@ -63,7 +55,8 @@ def kept_in(output):
 
 def test_copy_is_removed_once_the_video_is_saved(run, output):
     """Odd sides make a video with a note."""
-    history = run(graph(79, 105, filename_prefix="%width%x%height%"), more_nodes=[Made])
+    nodes = graph(filename_prefix="%width%x%height%")
+    history = run(nodes, more_nodes=[images(79, 105), *MADE[1:]])
     (shown,) = history.outputs.values()
     assert "105x79, and h264 needs even sides: the video is 106x80" in shown["text"][0]
     assert [notice["level"] for notice in shown["wanstream_notices"]] == ["note"], "on the node"
@@ -86,31 +79,25 @@ def test_impossible_video_is_refused_first(output, inputs, reason):
     (output / "video").touch()
     places = {"models": output, "input_dir": output, "output": output}
     given = {"filename_prefix": "x", **inputs}
-    lines = validate_workflow(graph(**given), [Made, WanStreamSaveVideo], **places).lines()
+    lines = validate_workflow(graph(**given), [*MADE, WanStreamSaveVideo], **places).lines()
     assert any(reason in line for line in lines)
-
-
-@pytest.mark.parametrize("inputs", [{"fps": ["made", 2]}, {"filename_prefix": ["made", 3]}])
-def test_impossible_linked_value_keeps_the_latent(run, output, inputs):
-    with pytest.raises(NodeFailedError, match="The latent is kept in") as failed:
-        run(graph(**inputs), more_nodes=[Made])
-    assert str(kept_in(output)) in str(failed.value)
-    assert not [*output.rglob("*.mp4*")]
 
 
 @pytest.mark.parametrize(
     ("linked", "reason"),
     [
+        ({"fps": float("nan")}, RATE),
+        ({"filename_prefix": "x" * 300}, "too long"),
         ({"audio": {"waveform": torch.zeros(2, 9), "sample_rate": 16000}}, r"not \[2, 9\]"),
         ({"format": "vp6"}, "'vp6' cannot be written here"),
     ],
 )
-def test_refused_sound_or_format_keeps_the_latent(opened, linked, reason):
-    images = torch.full((2, 32, 48, 3), 0.5)
-    latent = {"samples": LATENT}
-    with pytest.raises(latent_backup.VideoRefusedError, match=reason):
-        WanStreamSaveVideo.execute(images, 8.0, "x", 18, latent=latent, **linked)
-    kept_in(opened)
+def test_impossible_linked_value_keeps_the_latent(opened, linked, reason):
+    given = {"images": torch.full((2, 32, 48, 3), 0.5), "latent": {"samples": LATENT}, **SAVED}
+    with pytest.raises(latent_backup.VideoRefusedError, match=reason) as failed:
+        WanStreamSaveVideo.execute(**{**given, **linked})
+    assert f"The latent is kept in {kept_in(opened)}" in str(failed.value)
+    assert not [*opened.rglob("*.mp4*")]
 
 
 def test_file_in_the_way_keeps_the_latent(run, output, monkeypatch):
@@ -122,7 +109,7 @@ def test_file_in_the_way_keeps_the_latent(run, output, monkeypatch):
 
     monkeypatch.setattr(latent_backup, "write_latent", block)
     with pytest.raises(NodeFailedError, match="The latent is kept in") as failed:
-        run(graph(), more_nodes=[Made])
+        run(graph(), more_nodes=MADE)
     assert isinstance(failed.value.__cause__, latent_backup.VideoNotSavedError)
     assert failed.value.__cause__.errno == errno.EEXIST
     assert str(kept_in(output)) in str(failed.value)
@@ -177,7 +164,7 @@ def test_cancelled_save_leaves_no_latent(run, output, monkeypatch, end, kept):
     stop = mock.Mock(side_effect=end)
     monkeypatch.setattr("wanstream.nodes.runs.video_file.write_video", stop)
     with pytest.raises(Exception, match="end"):
-        run(graph(), more_nodes=[Made])
+        run(graph(), more_nodes=MADE)
     assert len([*output.rglob("*.latent")]) == kept
 
 
