@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from wanstream.schema.records import MemorySample, PhaseRecord, StepRecord, Timeline
-from wanstream.schema.records.timeline import RateRange
+from wanstream.schema.records import MemorySample, PhaseRecord, RateRange, StepRecord, Timeline
 from wanstream.telemetry import concatenate_timelines, merge_timelines, shift_timeline
 from wanstream.tests.support.sampling.steps import changed_step
 

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from wanstream.devices import NvtxRanges
-from wanstream.telemetry import Recorder, TelemetryOptions
+from wanstream.telemetry import BlockArrival, QueueItemPhases, ReadSpan, Recorder, TelemetryOptions
 from wanstream.telemetry import recorder as recorder_module
-from wanstream.telemetry.phases import QueueItemPhases
-from wanstream.telemetry.step_events import BlockArrival, ReadSpan
 from wanstream.telemetry.trace import ranged
 
 CPU = torch.device("cpu")
@@ -110,7 +108,6 @@ def test_parts_of_a_step_fit_into_it_and_steps_follow_each_other():
     for step in timeline.steps:
         assert min(step.compute_s, step.stall_s, step.decode_s) > 0
         assert step.compute_s + step.stall_s + step.decode_s <= step.wall_s
-        assert step.start_s is not None
         assert step.start_s >= reached
         reached = step.start_s + step.wall_s
     assert [phase.name for phase in timeline.phases] == ["first block", "high", "switch", "low"]
