@@ -5,15 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.benchmarks.offload_case.linux import (
-    NoMemoryLimitError,
-    cached_bytes,
-    drop,
-    limited_group,
-    machine_time,
-    memory_bytes,
-    process_usage,
-)
+from wanstream.benchmarks.offload_case import linux
 from wanstream.benchmarks.offload_case.watch import watch
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads the counters of Linux")
@@ -24,14 +16,14 @@ MB = 2**20
 def test_dropped_files_are_read_from_the_disk_again(tmp_path):
     file = tmp_path / "weights.safetensors"
     file.write_bytes(bytes(8 * MB + 5))
-    assert cached_bytes([file]) >= 8 * MB
-    drop([file])
-    if cached_bytes([file]):
+    assert linux.cached_bytes([file]) >= 8 * MB
+    linux.drop([file])
+    if linux.cached_bytes([file]):
         pytest.skip("this file system keeps its files in memory")
-    before = process_usage()
+    before = linux.process_usage()
     file.read_bytes()
-    assert process_usage().since(before).read_bytes >= 8 * MB
-    assert cached_bytes([file]) >= 8 * MB
+    assert linux.process_usage().since(before).read_bytes >= 8 * MB
+    assert linux.cached_bytes([file]) >= 8 * MB
 
 
 @LINUX
@@ -55,9 +47,9 @@ def test_process_is_seen_from_outside(tmp_path):
 
 @LINUX
 def test_figures_of_this_process():
-    assert memory_bytes("VmHWM") >= memory_bytes("RssAnon") > MB
-    assert memory_bytes("VmRSS", pid=2**22 + 1) == 0
-    assert machine_time().busy_s > 0
+    assert linux.memory_bytes("VmHWM") >= linux.memory_bytes("RssAnon") > MB
+    assert linux.memory_bytes("VmRSS", pid=2**22 + 1) == 0
+    assert linux.machine_time().busy_s > 0
 
 
 @LINUX
@@ -65,11 +57,11 @@ def test_process_above_its_limit_is_killed(tmp_path):
     given = {"log": tmp_path / "log", "environment": {}, "timeout_s": 60}
     python = [sys.executable, "-c"]
     try:
-        with limited_group(100 * MB) as group:
+        with linux.limited_group(100 * MB) as group:
             large = watch(group.command([*python, "x = bytearray(b'x' * 300_000_000)"]), **given)
             kills, peak = group.kills, group.peak_bytes
             small = watch(group.command([*python, ""]), **given)
-    except NoMemoryLimitError as err:
+    except linux.NoMemoryLimitError as err:
         pytest.skip(f"NO MEMORY LIMIT HERE: {err}")
     assert large.exit_code != 0
     assert kills == 1
