@@ -3,33 +3,18 @@
 Each file is written once per session.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 from hypothesis import settings
 
+from wanstream.testing import save_expert_file, save_expert_folder, weights, write_tiny_model
 from wanstream.testing.components import save_text_encoder_folders, save_vae_file
-from wanstream.testing.experts import save_expert_file, save_expert_folder
-from wanstream.testing.folder import ModelFolder
-from wanstream.testing.model import write_tiny_model
 from wanstream.testing.tokenizer import VOCABULARY
-from wanstream.testing.weights import (
-    TinyShape,
-    make_expert,
-    make_text_encoder,
-    make_vae,
-    make_wan22_vae,
-)
 from wanstream.tests.support.wan.quantised_files import FP8_LAYOUTS, dequantised, save_shards
 
 # A time limit per example would fail on a busy machine.
@@ -81,13 +66,13 @@ def collected(request: pytest.FixtureRequest) -> dict[str, frozenset[str]]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item):
     """Refuse a new Python process in a unit test: importing torch again takes seconds."""
     if any(item.get_closest_marker(name) for name in ("integration", "slow")):
         return (yield)
     start = subprocess.Popen.__init__
 
-    def refuse_python(self: subprocess.Popen[Any], args: Any, *rest: Any, **options: Any) -> None:
+    def refuse_python(self, args, *rest, **options):
         if not isinstance(args, str) and args[0] == sys.executable:
             pytest.fail(f"a unit test starts {args}: mark it with pytest.mark.integration")
         start(self, args, *rest, **options)
@@ -98,24 +83,22 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def make_tiny_expert() -> Callable[..., WanTransformer3DModel]:
+def make_tiny_expert():
     """`make_tiny_expert(seed=0, **shape)`: a fresh fp32 expert for the caller to change.
 
     With `dequantised_from=dtype`, the expert has the values of an fp8 file with other tensors in
     `dtype`. Shape: `layers=4, heads=2, in_channels=16 | 36, ffn_dim=512, text_dim=4096`.
     """
 
-    def make(
-        *, seed: int = 0, dequantised_from: torch.dtype | None = None, **shape: int
-    ) -> WanTransformer3DModel:
-        model = make_expert(TinyShape(**shape), seed=seed)
+    def make(*, seed=0, dequantised_from=None, **shape):
+        model = weights.make_expert(weights.TinyShape(**shape), seed=seed)
         return model if dequantised_from is None else dequantised(model, dtype=dequantised_from)
 
     return make
 
 
 @pytest.fixture(scope="session")
-def tiny_expert_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny_expert_folder(tmp_path_factory):
     """Make a tiny expert's diffusers transformer folder.
 
     Call `tiny_expert_folder(seed=0, dtype=torch.float32, shards=1, **shape)`. Read only: the whole
@@ -123,11 +106,9 @@ def tiny_expert_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...
     """
 
     @functools.cache
-    def folder(
-        *, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1, **shape: int
-    ) -> Path:
+    def folder(*, seed=0, dtype=torch.float32, shards=1, **shape):
         path = tmp_path_factory.mktemp("expert")
-        model = make_expert(TinyShape(**shape), seed=seed)
+        model = weights.make_expert(weights.TinyShape(**shape), seed=seed)
         if shards > 1:
             save_shards(model, path, dtype=dtype, shards=shards)
         else:
@@ -138,7 +119,7 @@ def tiny_expert_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 
 @pytest.fixture(scope="session")
-def tiny_expert_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny_expert_file(tmp_path_factory):
     """Make a tiny expert's single file for ComfyUI.
 
     Call `tiny_expert_file(seed=0, dtype=torch.float32, prefix="", fp8=None, **shape)`. `fp8` is a
@@ -147,16 +128,9 @@ def tiny_expert_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     """
 
     @functools.cache
-    def file(
-        *,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-        prefix: str = "",
-        fp8: str | None = None,
-        **shape: int,
-    ) -> Path:
+    def file(*, seed=0, dtype=torch.float32, prefix="", fp8=None, **shape):
         path = tmp_path_factory.mktemp("expert") / "expert.safetensors"
-        model = make_expert(TinyShape(**shape), seed=seed)
+        model = weights.make_expert(weights.TinyShape(**shape), seed=seed)
         layout = None if fp8 is None else FP8_LAYOUTS[fp8]
         save_expert_file(model, path, dtype=dtype, prefix=prefix, quantised=layout)
         return path
@@ -171,17 +145,17 @@ def fp8_layout(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny_pipeline(tmp_path_factory):
     """Make a diffusers pipeline folder with the VAE (fp32), text encoder and tokenizer.
 
     Call `tiny_pipeline(dtype=torch.float32)`. Read only: the whole session shares the folder.
     """
 
     @functools.cache
-    def folder(*, dtype: torch.dtype = torch.float32) -> Path:
+    def folder(*, dtype=torch.float32):
         path = tmp_path_factory.mktemp("pipeline")
-        make_vae(seed=0).save_pretrained(path / "vae")
-        encoder = make_text_encoder(seed=0, vocabulary=len(VOCABULARY))
+        weights.make_vae(seed=0).save_pretrained(path / "vae")
+        encoder = weights.make_text_encoder(seed=0, vocabulary=len(VOCABULARY))
         save_text_encoder_folders(encoder, path, dtype=dtype)
         return path
 
@@ -189,24 +163,24 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
 
 
 @pytest.fixture(scope="session")
-def wan22_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wan22_vae(tmp_path_factory):
     """A folder with Wan2.2 5B's tiny VAE. Read only.
 
     It contains `vae`, as in diffusers, and `wan2.2_vae.safetensors`.
     """
-    path, vae = tmp_path_factory.mktemp("wan22"), make_wan22_vae(seed=0)
+    path, vae = tmp_path_factory.mktemp("wan22"), weights.make_wan22_vae(seed=0)
     vae.save_pretrained(path / "vae")
     save_vae_file(vae, path / "wan2.2_vae.safetensors")
     return path
 
 
 @pytest.fixture(scope="session")
-def sample_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sample_models(tmp_path_factory):
     """A models folder as `wanstream make-test-model` writes it, four blocks deep. Read only."""
     return write_tiny_model(tmp_path_factory.mktemp("models"), layers=4).folder
 
 
 @pytest.fixture(scope="session")
-def full_sample_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+def full_sample_model(tmp_path_factory):
     """The whole model from `wanstream make-test-model`, as deep as the real one. Read only."""
     return write_tiny_model(tmp_path_factory.mktemp("models"))

@@ -1,7 +1,5 @@
 """Files in the archive for the Comfy Registry."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

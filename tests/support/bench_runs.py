@@ -1,9 +1,5 @@
 """Timelines, variants and reports with round figures."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from wanstream.bench import Report, Trial, Variant
 from wanstream.schema.records import STEP_FIGURES, StepRecord, Timeline
 
@@ -14,7 +10,7 @@ def _step(index, expert, wall_s, *, stall_s=0.0, **values) -> StepRecord:
     return StepRecord.of(index=index, expert=expert, **values)
 
 
-def make_timeline(*walls: float, switch: int = 3, first: int = 0, **values: Any) -> Timeline:
+def make_timeline(*walls, switch=3, first=0, **values):
     """Return a measured run with these wall times.
 
     The low-noise expert runs from step number `switch` on. `values` are for every step, or for the
@@ -34,7 +30,7 @@ def make_variant(name, *runs, latents="ab" * 32, job="one", **values) -> Variant
     return Variant(**{"name": name, **given})
 
 
-def make_report(*variants: Variant, **values: Any) -> Report:
+def make_report(*variants, **values):
     """Return a finished report with these variants."""
     about = {"title": "A benchmark", "method": {"Runs": "3"}, "machine": {"Device": "CPU"}}
     return Report(variants=variants, **{**about, "planned": 0, **values})

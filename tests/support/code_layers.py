@@ -1,17 +1,9 @@
 """Layers that multiply codes, made from codes, scales, bias and patch."""
 
-from __future__ import annotations
-
-from typing import TypeVar
-
 from torch import nn
 
-from wanstream.block_kernels import ScaledLinear
 
-LayerT = TypeVar("LayerT", bound=ScaledLinear)
-
-
-def loaded(layer, codes, scale, bias=None, patch=(None, None)) -> LayerT:
+def loaded(layer, codes, scale, bias=None, patch=(None, None)):
     """Return `layer` with these tensors."""
     layer.weight = nn.Parameter(codes, requires_grad=False)
     layer.weight_scale = scale

@@ -1,7 +1,5 @@
 """Marks of tests in more than one folder."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

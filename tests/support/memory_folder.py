@@ -4,10 +4,7 @@ These tests end clients and servers, but never the machine, so a sync changes no
 On a slow disk they waited for syncs for five sixths of their time.
 """
 
-from __future__ import annotations
-
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,7 @@ PREFIX = "wanstream-test-"
 
 
 @pytest.fixture
-def tmp_path(tmp_path: Path) -> Iterator[Path]:
+def tmp_path(tmp_path):
     """Replace pytest's folder on Linux. It is removed after the test."""
     if not SHARED_MEMORY.is_dir():
         yield tmp_path

@@ -1,15 +1,11 @@
 """One torch thread in this process, for comparing tests with worker processes."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 
 @pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Use one thread here as in the workers.
 
     Sums over another number of threads end in other bits.
