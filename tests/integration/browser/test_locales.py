@@ -10,6 +10,7 @@ from wanstream.tools.graphs import by_name, numbered
 from wanstream.tools.templates import template
 
 from ..comfy.servers import ROOT, shipped
+from .overlay_page import SAMPLER, Page
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
@@ -65,14 +66,6 @@ def test_tooltips_come_through_whole(chinese, locale):
 
 HEADS = {"zh": "错误", "en": "Errors"}
 
-SELECT = f"""kind => {{
-    const {{ canvas }} = window.app
-    const node = {GRAPH}.nodes.find(node => node.type === kind)
-    canvas.ds.scale = 1
-    canvas.ds.offset = [700 - node.pos[0], 200 - node.pos[1]]
-    canvas.selectNodes([node])
-    canvas.setDirty(true, true)
-}}"""
 # Elements wider than their panel.
 TOO_WIDE = """head => {
     const title = [...document.querySelectorAll('h2')].find(found => found.textContent === head)
@@ -84,14 +77,15 @@ TOO_WIDE = """head => {
 
 
 @pytest.mark.parametrize("language", HEADS)
-def test_help_page_has_its_language_and_fits_the_panel(frontends, language):
+def test_help_page_has_its_language_and_fits_the_panel(frontends, server, language):
     if find_comfyui().version() < (0, 4):
         pytest.skip("the panel of this ComfyUI is opened in another way")
-    frontend = frontends.get(settings={"Comfy.Locale": language})
-    frontend.load_workflow(template("t2v"))
-    frontend.page.evaluate(SELECT, "WanStreamSampler")
-    frontend.page.locator('[data-testid="info-button"]').click()
-    frontend.page.locator("h2", has_text=HEADS[language]).wait_for()
-    assert frontend.page.evaluate(TOO_WIDE, HEADS[language]) == []
+    page = Page(frontends.get(settings={"Comfy.Locale": language}), server)
+    page.frontend.load_workflow(template("t2v"))
+    page.look_at(SAMPLER)
+    page.js("window.app.canvas.selectNodes([find(title)])")
+    page.page.locator('[data-testid="info-button"]').click()
+    page.page.locator("h2", has_text=HEADS[language]).wait_for()
+    assert page.page.evaluate(TOO_WIDE, HEADS[language]) == []
     # It stays open otherwise, also in another graph.
-    frontend.page.locator('[data-testid="info-button"]').click()
+    page.page.locator('[data-testid="info-button"]').click()
