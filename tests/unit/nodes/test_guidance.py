@@ -7,8 +7,7 @@ from wanstream.host.embedded.run import NodeFailedError
 from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.nodes.context_windows import WanStreamContextWindows, windows_of
 from wanstream.nodes.guidance import WanStreamGuidance
-from wanstream.sampling.steps import RequestError
-from wanstream.sampling.steps.guidance import Guidance
+from wanstream.sampling.steps import Guidance, RequestError
 from wanstream.shapes.context_windows import ContextWindows
 from wanstream.tests.support.host.shipped import latent, node, shipped
 from wanstream.wan import Nag

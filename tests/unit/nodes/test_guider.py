@@ -9,8 +9,7 @@ from wanstream.host.models import NeedsComfyUIError
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas
 from wanstream.nodes.loaders import WanStreamOneExpert
 from wanstream.sampling.cache.settings import FirstBlockCache
-from wanstream.sampling.steps import RequestError
-from wanstream.sampling.steps.guidance import Guidance
+from wanstream.sampling.steps import Guidance, RequestError
 from wanstream.sampling.steps.schedules import make_schedule
 from wanstream.schema import StepRange
 from wanstream.schema.refs.experts import ExpertsRef, LoraRef

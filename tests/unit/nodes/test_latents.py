@@ -10,11 +10,9 @@ from wanstream.nodes.text import WanStreamTextEncode
 from wanstream.sampling.steps import InsufficientMemoryError
 from wanstream.tests.support.host.embedded import embedded_host
 from wanstream.tests.support.host.given_nodes import CLIP, UMT5, VAE
-from wanstream.wan.image_encoder import open_image_encoder
+from wanstream.wan import open_image_encoder, open_text_encoder, open_vae
 from wanstream.wan.latents.space import WAN22, denormalise
-from wanstream.wan.text import open_text_encoder
 from wanstream.wan.vae.memory import too_little
-from wanstream.wan.vae.vae import open_vae
 
 FOLDER = "Wan2.2-I2V-A14B-Diffusers"
 VAE_5B = "wan2.2_vae.safetensors"

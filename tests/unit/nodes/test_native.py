@@ -5,8 +5,7 @@ from unittest import mock
 
 import pytest
 
-from wanstream.host.embedded.adapter import EmbeddedHost
-from wanstream.host.embedded.files import Folders
+from wanstream.host.embedded import EmbeddedHost, Folders
 from wanstream.host.embedded.run import InvalidWorkflowError
 from wanstream.host.folders import ModelNotFoundError, OutsideFolderError
 from wanstream.host.models import NeedsComfyUIError

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.host.embedded.files import Folders
-from wanstream.host.embedded.run import NodeFailedError
+from wanstream.host.embedded import Folders, NodeFailedError
 from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.nodes.loaders import WanStreamExperts, WanStreamOneExpert
 from wanstream.nodes.runs import file_checks
