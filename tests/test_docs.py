@@ -33,8 +33,7 @@ from wanstream.plan.programs.visits import split_at_boundary
 from wanstream.sampling import saved_states
 from wanstream.sampling.cache import PRESETS
 from wanstream.sampling.steps.schedules import simple_schedule
-from wanstream.schema import Mesh, OffloadPolicy
-from wanstream.schema.policy import SMALLEST_BLOCK, SMALLEST_LAYER
+from wanstream.schema import SMALLEST_BLOCK, SMALLEST_LAYER, Mesh, OffloadPolicy
 from wanstream.schema.records.timeline import STEP_FIGURES
 from wanstream.schema.refs import WEIGHT_PLACEMENTS, KernelSet
 from wanstream.shapes.block_times import WORTHWHILE
@@ -417,14 +416,6 @@ def test_page_for_the_wrapper_has_everything():
 def switch(steps: int, shift: float, boundary: float) -> int:
     timesteps = [1000 * sigma for sigma in simple_schedule(steps, shift).sigmas[:-1]]
     return split_at_boundary(timesteps, boundary)
-
-
-@pytest.mark.parametrize(
-    ("steps", "shift", "boundary", "after"),
-    [(20, 8, 0.875, 11), (20, 5, 0.9, 8), (20, 8, 0.9, 10), (4, 5, 0.875, 2), (4, 5, 0.9, 2)],
-)
-def test_switch_of_the_templates(steps, shift, boundary, after):
-    assert switch(steps, shift, boundary) == after
 
 
 def test_switch_beside_that_of_another_pack():

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
+import wanstream
 from wanstream.schema.version import VERSION
 from wanstream.tests.support.archive import archived_files
 from wanstream.tools.code_counts import SourceTree
@@ -49,7 +50,8 @@ def test_registry_has_a_name_a_version_and_a_publisher(project):
     found, comfy = project["project"], project["tool"]["comfy"]
     assert re.fullmatch(r"[a-z](?:[a-z0-9]|[-_.](?![-_.]))*", found["name"])
     assert "comfyui" not in found["name"].lower()
-    assert re.fullmatch(r"\d+\.\d+\.\d+", found["version"])
+    assert re.fullmatch(r"\d+\.\d+\.\d+", VERSION)
+    assert found["version"] == wanstream.__version__ == VERSION
     assert found["description"].endswith(".")
     assert comfy["PublisherId"]
     assert comfy["DisplayName"] == "WanStream"

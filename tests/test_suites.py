@@ -61,11 +61,8 @@ def test_suite_follows_from_files_among_the_arguments(tmp_path, arguments, suite
         assert words == f"-m pytest {' '.join(arguments)}"
 
 
-def test_there_are_four_suites(suites):
-    assert list(suites) == ["unit", "device", "integration", "slow"]
-
-
 def test_every_test_is_in_exactly_one_suite(suites, collected):
+    assert list(suites) == ["unit", "device", "integration", "slow"]
     assert collected
     for test, marks in collected.items():
 
@@ -77,10 +74,9 @@ def test_every_test_is_in_exactly_one_suite(suites, collected):
 
 
 def test_every_file_for_gpus_alone_has_a_reason():
-    root = Path(__file__).parent
     marked = {
-        f"tests/{path.relative_to(root).as_posix()}"
-        for path in root.rglob("test_*.py")
+        f"tests/{path.relative_to(TESTS).as_posix()}"
+        for path in TESTS.rglob("test_*.py")
         if "mark.gpu" in (text := path.read_text(encoding="utf-8")) and "mark.checked" not in text
     }
     assert marked - {"tests/test_suites.py"} == set(REAL_ONLY)
