@@ -23,8 +23,7 @@ def test_videos_are_separate_runs_and_move_the_bytes_of_one(run, output):
     rows = [seeded(n, text={"positive": f"boat {n}"}, save=save) for n, save in enumerate(saves)]
     lanes = ["lane1_sampler", "lane2_sampler"]
     together = run(merge_lanes(rows)[0], keep=lanes)
-    names = sorted(path.name for path in output.iterdir())
-    assert names == ["v0_00001_.mp4", "v1_00001_.mp4"]
+    assert sorted(path.name for path in output.iterdir()) == ["v0_00001_.mp4", "v1_00001_.mp4"]
     alone = []
     for nodes in rows:
         embedded_host.free_experts()

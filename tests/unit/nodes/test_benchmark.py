@@ -36,8 +36,7 @@ def workflow(**changes):
 
 def written(output, number=1):
     """Return the JSON report."""
-    path = output / "figures" / f"run_{number:05}_.json"
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads((output / "figures" / f"run_{number:05}_.json").read_text(encoding="utf-8"))
 
 
 def names(output):

@@ -185,8 +185,7 @@ class TestSaved:
 def test_graph_of_a_saved_latent_is_in_its_file(run, output):
     empty = node("WanStreamEmptyLatent", **SIZE, batch_size=1)
     keep = node("WanStreamSaveLatent", latent=["latent", 0], filename_prefix="latents/x")
-    history = run({"latent": empty, "keep": keep})
-    (file,) = history.outputs["keep"]["latents"]
+    (file,) = run({"latent": empty, "keep": keep}).outputs["keep"]["latents"]
     stored = read_latent(output / file["subfolder"] / file["filename"])
     assert json.loads(stored.metadata["prompt"])["latent"]["class_type"] == "WanStreamEmptyLatent"
 

@@ -26,8 +26,7 @@ def windowed(**settings):
 
 def sampler(run, nodes, *, frames=5, **settings):
     """Run text to video in 2 steps, with these nodes at the sampler, and return the history."""
-    links = {name: [name, 0] for name in nodes}
-    inputs = {"steps": 2, "switch_step": 1, **links, **settings}
+    inputs = {"steps": 2, "switch_step": 1, **{name: [name, 0] for name in nodes}, **settings}
     return run(shipped(sampler=inputs, latent={"frames": frames}, **nodes), only=["sampler"])
 
 

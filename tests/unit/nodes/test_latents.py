@@ -86,8 +86,7 @@ def test_end_image_is_a_given_frame():
     end = torch.ones(1, 32, 64, 3)
     first = given(VAE, start)
     both = given(VAE, start, end)
-    folder = given(FOLDER, start)
-    assert torch.equal(first["concat_latent_image"], folder["concat_latent_image"])
+    assert torch.equal(first["concat_latent_image"], given(FOLDER, start)["concat_latent_image"])
     assert first["concat_mask"].shape == (1, 1, 3, 4, 8)
     mask = [[0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
     assert both["concat_mask"][0, :, :, 0, 0].T.tolist() == mask

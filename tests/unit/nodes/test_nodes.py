@@ -352,8 +352,7 @@ def test_chinese_page_has_the_same_figures_and_nodes(node):
     names = {each.display_name: CHINESE[each.node_id]["display_name"] for each in schemas}
     english, chinese = (translated_by_hand(DOCS, node.__name__, lang) for lang in ("en", "zh"))
     assert Counter(NUMBER.findall(chinese)) == Counter(NUMBER.findall(english))
-    named = {names[name] for name in re.findall(BOLD, english)}
-    assert set(re.findall(BOLD, chinese)) == named
+    assert set(re.findall(BOLD, chinese)) == {names[name] for name in re.findall(BOLD, english)}
     # Emphasis closed right after a bracket does not end before an ideograph.
     assert not re.search(r"）\*\*[\u4e00-\u9fff]", chinese)
     assert {*CODE.findall(english)} == {*CODE.findall(chinese)}

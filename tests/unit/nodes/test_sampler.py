@@ -63,8 +63,7 @@ def test_queue_item_has_all_its_phases(run):
         ledgers[events.executing().prompt_id] = events.ledger()
 
     for _ in range(2):
-        history = run(shipped(), on_progress=look)
-        phases = timeline(history).phases
+        phases = timeline(run(shipped(), on_progress=look)).phases
         assert [phase.name for phase in phases] == names
         for before, phase in pairwise(phases):
             assert before.start_s + before.wall_s <= phase.start_s + 1e-9
@@ -88,8 +87,7 @@ def in_two(**second):
 def test_two_samplers_are_one_run_in_two_parts(run):
     whole = samples(run, sampler(solver="euler"))
     history = run(in_two(), **ONLY)
-    difference = (latent(history) - whole).norm()
-    assert difference <= 1e-2 * whole.norm(), "bf16, and one rounding more"
+    assert (latent(history) - whole).norm() <= 1e-2 * whole.norm(), "bf16, and one rounding more"
     assert [step.index for step in timeline(history).steps] == [2, 3]
     message = r"left at sigma 0.9\d+, and step 2 starts at sigma 0.8\d+: give both samplers"
     with pytest.raises(NodeFailedError, match=message):

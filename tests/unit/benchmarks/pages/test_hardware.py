@@ -17,8 +17,7 @@ def test_page_in_the_repository_is_that_of_the_results():
 def test_card_has_one_row_with_or_without_a_file():
     empty = page(PLACE, [])
     assert all(f"| {card} |  |" in empty for card in EXPECTED)
-    on_cpu = (each for each in selftests() if each.figures["machine"]["computes_on"] == "cpu")
-    cpu = next(on_cpu)
+    cpu = next(each for each in selftests() if each.figures["machine"]["computes_on"] == "cpu")
     machine = {**cpu.figures["machine"], "computes_on": "cuda", "h2d_bytes_per_s": 25e9}
     described = {**cpu.figures["described"], "Device": "NVIDIA GeForce RTX 4090, 25.3 GB"}
     card = replace(cpu, figures={**cpu.figures, "machine": machine, "described": described})

@@ -232,8 +232,7 @@ def test_stop_ends_a_pause():
 
 def test_each_run_follows_a_pause():
     began = time.monotonic()
-    report = Experts().measure(benchmark(warmup=1, repeats=2, cooldown_s=0.1))
-    assert report.done == 3
+    assert Experts().measure(benchmark(warmup=1, repeats=2, cooldown_s=0.1)).done == 3
     assert time.monotonic() - began >= 0.3, "a pause may be longer than requested, never shorter"
 
 
@@ -282,8 +281,7 @@ NATIVE_PHASES = (FIRST_BLOCK, PhaseRecord(name="model", start_s=0.5, wall_s=4.0)
 def native_run() -> benchmark_runs.MeasuredModel:
     settings = {"Model": "WAN21", "Policy": "layerwise, 1 ahead"}
     given = {"settings": settings, "device": torch.device("cpu"), "node_id": "ksampler"}
-    timeline = replace(result(request()).timeline, phases=NATIVE_PHASES)
-    run = ModelRun(timeline=timeline, **given)
+    run = ModelRun(timeline=replace(result(request()).timeline, phases=NATIVE_PHASES), **given)
     return benchmark_runs.MeasuredModel(**vars(run), latents=LATENTS)
 
 
@@ -402,8 +400,7 @@ def test_stopped_benchmark_leaves_its_runs_in_all_files(tmp_path, trials, error,
             raise error
     assert suffixes(tmp_path) == left
     if left == ALL_FILES:
-        page = (tmp_path / "a_00001_.html").read_text()
-        assert "Unfinished: 2 of 3 runs were made." in page
+        assert "Unfinished: 2 of 3 runs were made." in (tmp_path / "a_00001_.html").read_text()
 
 
 def test_failed_files_do_not_hide_why_the_benchmark_ended(tmp_path, caplog):

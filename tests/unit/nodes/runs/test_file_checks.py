@@ -135,8 +135,7 @@ EXPERTS = [
 def test_unusable_experts_are_refused_on_their_node(
     inputs, edit, file, reason, models, sample_models
 ):
-    names = {value for value in inputs.values() if str(value).endswith(".safetensors")}
-    for name in names:
+    for name in {value for value in inputs.values() if str(value).endswith(".safetensors")}:
         shutil.copy(sample_models / "diffusion_models" / name, models / "diffusion_models")
     edit(models / "diffusion_models" / file)
     class_type = "WanStreamOneExpert" if "file" in inputs else "WanStreamExperts"

@@ -161,8 +161,7 @@ def test_cancel_stays_a_cancel(opened, caplog, end):
 
 @pytest.mark.parametrize(("end", "kept"), [(Cancelled("end"), 0), (ValueError("end"), 1)])
 def test_cancelled_save_leaves_no_latent(run, output, monkeypatch, end, kept):
-    stop = mock.Mock(side_effect=end)
-    monkeypatch.setattr("wanstream.nodes.runs.video_file.write_video", stop)
+    monkeypatch.setattr("wanstream.nodes.runs.video_file.write_video", mock.Mock(side_effect=end))
     with pytest.raises(Exception, match="end"):
         run(graph(), more_nodes=MADE)
     assert len([*output.rglob("*.latent")]) == kept
