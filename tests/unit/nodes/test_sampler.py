@@ -10,7 +10,7 @@ import av
 import pytest
 import torch
 
-from wanstream.host import current_host, io
+from wanstream.host import io
 from wanstream.host.auto_policy import AutoPlanner
 from wanstream.host.embedded import NodeFailedError, NodeProgress
 from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
@@ -56,7 +56,7 @@ def test_shipped_workflow_ends_with_its_video(run, output, name, high_steps):
 
 def test_queue_item_has_all_its_phases(run):
     names = ["open", "text", "first block", "high", "switch", "low"]
-    events = current_host().events
+    events = embedded_host.events
     ledgers = {}
 
     def look(progress):
