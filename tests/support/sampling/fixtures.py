@@ -75,6 +75,18 @@ def open_short(open_pair):
 
 
 @pytest.fixture
+def pair(open_pair):
+    """A pair with four blocks per expert."""
+    return open_pair()
+
+
+@pytest.fixture
+def short_pair(open_short):
+    """A pair with two blocks per expert."""
+    return open_short()
+
+
+@pytest.fixture
 def open_one(tiny_expert_folder, closed_after_test):
     """`open_one(seed=1, **shape)`: one expert, closed after the test."""
 

@@ -73,9 +73,8 @@ POLICIES = [
 
 
 @exact
-def test_no_policy_changes_a_bit(open_pair, plain_models, plain_denoise, make_request):
+def test_no_policy_changes_a_bit(pair, plain_models, plain_denoise, make_request):
     request = make_request(guidance=(4.0, 1.0))
-    pair = open_pair()
     expected = plain_denoise(plain_models(), request)
     for policy in POLICIES:
         for _ in range(2):  # the second run starts from kept blocks
@@ -114,15 +113,13 @@ def test_starting_later_from_a_latent(open_pair, plain_models, plain_denoise, ma
 
 
 @pytest.mark.parametrize("how", [{"start_step": 3}, {"schedule": "simple"}], ids=str)
-def test_no_latent_is_an_empty_one(how, open_pair, make_request):
-    pair = open_pair(layers=2)
+def test_no_latent_is_an_empty_one(how, short_pair, make_request):
     empty = torch.zeros(1, 16, 2, 4, 6)
-    ends = [latents_of(pair, make_request(latent=latent, **how)) for latent in (None, empty)]
+    ends = [latents_of(short_pair, make_request(latent=latent, **how)) for latent in (None, empty)]
     assert torch.equal(*ends)
 
 
-def test_guidance_of_one_computes_no_negative_lane(open_pair, make_request):
-    pair = open_pair()
+def test_guidance_of_one_computes_no_negative_lane(pair, make_request):
     calls = block_calls(pair)
     run(pair, make_request(guidance_steps=(1.0, 4.0, 1.0, 3.0, 1.0)))
     assert calls == ["high"] * 3 + ["low"] * 4
@@ -131,8 +128,7 @@ def test_guidance_of_one_computes_no_negative_lane(open_pair, make_request):
     assert torch.equal(latents_of(pair, without), latents_of(pair, unguided))
 
 
-def test_a_layerwise_step_moves_every_block_once(open_pair, make_request):
-    pair = open_pair()
+def test_a_layerwise_step_moves_every_block_once(pair, make_request):
     request = make_request(batch=2)
     timeline = run(pair, request).timeline
     one_pass = LAYERS * pair.block_bytes.stored
@@ -154,8 +150,7 @@ def test_progress_is_reported_after_each_step(open_pair, make_request):
     assert torch.equal(progress[-1].denoised, result.latents)
 
 
-def test_a_cancel_between_blocks_leaves_the_pair_usable(open_pair, make_request):
-    pair = open_pair()
+def test_a_cancel_between_blocks_leaves_the_pair_usable(pair, make_request):
     request = make_request()
     expected = latents_of(pair, request)
     for questions, step, block in ((1, 0, 0), (7, 1, 2), (9, 2, 0)):
@@ -256,14 +251,13 @@ def _handed_on(result: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("cuts", "schedule"), [((2,), "wan"), ((1, 2, 3, 4), "simple")])
-def test_samplers_in_sequence_are_one_run(cuts, schedule, open_short, make_request):
-    pair = open_short()
+def test_samplers_in_sequence_are_one_run(cuts, schedule, short_pair, make_request):
     plain = make_request(solver="euler", schedule=schedule)
-    expected = run(pair, plain)
+    expected = run(short_pair, plain)
     given = dict[str, Any]()
     for start, end in pairwise((0, *cuts, 5)):
         part = {"start_step": start, "end_step": end, "leftover_noise": True}
-        result = run(pair, changed_request(plain, **part, **given))
+        result = run(short_pair, changed_request(plain, **part, **given))
         assert [step.index for step in result.timeline.steps] == list(range(start, end))
         assert result.sigma == plain.step_plan.schedule.sigmas[end]
         given = _handed_on(result)
@@ -271,39 +265,36 @@ def test_samplers_in_sequence_are_one_run(cuts, schedule, open_short, make_reque
     assert distance(result.latents, expected.latents) <= 1e-5
 
 
-def test_sigmas_cut_by_hand_are_the_same_pieces(open_short, make_request):
-    pair = open_short()
+def test_sigmas_cut_by_hand_are_the_same_pieces(short_pair, make_request):
     settings = {"solver": "euler", "steps": None, "switch_step": None}
     sigmas = [1.0, 0.95, 0.9, 0.8, 0.5, 0.0]
-    expected = latents_of(pair, make_request(**settings, sigmas=sigmas))
-    high = run(pair, make_request(**settings, sigmas=sigmas[:3]))
+    expected = latents_of(short_pair, make_request(**settings, sigmas=sigmas))
+    high = run(short_pair, make_request(**settings, sigmas=sigmas[:3]))
     assert high.sigma == pytest.approx(0.9)
-    low = run(pair, make_request(**settings, sigmas=sigmas[2:], **_handed_on(high)))
+    low = run(short_pair, make_request(**settings, sigmas=sigmas[2:], **_handed_on(high)))
     assert [step.expert for step in low.timeline.steps] == ["high", "low", "low"]
     assert distance(low.latents, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("mask", [None, LEFT_HALF], ids=["no mask", "mask"])
-def test_without_added_noise_the_noise_is_not_read(mask, open_short, make_request):
+def test_without_added_noise_the_noise_is_not_read(mask, short_pair, make_request):
     """As in ComfyUI, a run without added noise keeps the masked latent with its own noise."""
-    pair = open_short()
     given = {"start_step": 2, "add_noise": False, "latent": LATENT, "mask": mask}
     noises = torch.zeros_like(LATENT), torch.full_like(LATENT, float("nan"))
-    ends = [latents_of(pair, make_request(noise=noise, **given)) for noise in noises]
+    ends = [latents_of(short_pair, make_request(noise=noise, **given)) for noise in noises]
     assert torch.equal(*ends)
     if mask is not None:
         assert torch.allclose(ends[0][..., 3:], LATENT[..., 3:], atol=1e-5)
 
 
-def test_a_mask_keeps_the_given_latent_and_frees_the_rest(open_short, make_request):
-    pair = open_short()
+def test_a_mask_keeps_the_given_latent_and_frees_the_rest(short_pair, make_request):
     latent = LATENT.repeat(2, 1, 1, 1, 1)
     plain = make_request(batch=2, latent=latent, start_step=1)
-    masked = latents_of(pair, changed_request(plain, mask=LEFT_HALF))
+    masked = latents_of(short_pair, changed_request(plain, mask=LEFT_HALF))
     assert torch.allclose(masked[..., 3:], latent[..., 3:], atol=1e-5)
     assert not torch.allclose(masked[..., :3], latent[..., :3], atol=0.1)
-    free = latents_of(pair, changed_request(plain, mask=torch.ones(1, 16, 2, 4, 6)))
-    assert distance(free, latents_of(pair, plain)) <= 1e-5
+    free = latents_of(short_pair, changed_request(plain, mask=torch.ones(1, 16, 2, 4, 6)))
+    assert distance(free, latents_of(short_pair, plain)) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -373,8 +364,7 @@ def test_steps_end_at_the_times_of_an_outside_clock(open_pair, make_request):
 
 
 @pytest.mark.parametrize("fails", ["cancelled", "callback"])
-def test_a_run_that_ends_early_leaves_no_thread(open_pair, make_request, fails):
-    pair = open_pair()
+def test_a_run_that_ends_early_leaves_no_thread(pair, make_request, fails):
     ledger = QueueItemPhases()
     steps = list[StepProgress]()
 
@@ -524,12 +514,11 @@ def test_a_run_of_three_stages_is_three_samplers_in_sequence(open_pair, make_req
     assert not torch.allclose(latents_of(pair, request, last), result.latents, atol=1e-3)
 
 
-def test_the_solver_keeps_its_history_across_a_change(open_pair, make_request, loras):
+def test_the_solver_keeps_its_history_across_a_change(pair, make_request, loras):
     """The reference continues from the previous part's state, with other strengths.
 
     A run is also resumed with the strengths of each step.
     """
-    pair = open_pair()
     request = make_request(**{**STAGES, "solver": "unipc"})
     set_both(pair, loras, WITHOUT_AT_FIRST)
     states: list[RunState] = []
@@ -556,8 +545,7 @@ def factor_bytes(pair, policy, step):
 
 
 @pytest.mark.parametrize("policy", [RESIDENT, WITH_RAM["some in RAM"]], ids=["resident", "RAM"])
-def test_fetches_at_a_change_are_as_predicted(policy, open_pair, engine_runs, make_request, loras):
-    pair = open_pair()
+def test_fetches_at_a_change_are_as_predicted(policy, pair, engine_runs, make_request, loras):
     request = make_request(**{**STAGES, "switch_step": 6})
     set_both(pair, loras, WITHOUT_AT_FIRST)
     for cold in (True, False):
@@ -581,12 +569,11 @@ def test_fetches_at_a_change_are_as_predicted(policy, open_pair, engine_runs, ma
             assert [fetched_for.count(step) for step in range(6)] == expected
 
 
-def test_resident_runs_hand_buffers_on_at_a_change(open_pair, engine_runs, make_request, loras):
+def test_resident_runs_hand_buffers_on_at_a_change(pair, engine_runs, make_request, loras):
     """A block is fetched again once its last visit with the old strength has ended.
 
     It does not wait for the step's end.
     """
-    pair = open_pair()
     set_both(pair, loras, WITHOUT_AT_FIRST)
     run(pair, make_request(**STAGES), RESIDENT)
     [engine_run] = engine_runs
@@ -596,8 +583,7 @@ def test_resident_runs_hand_buffers_on_at_a_change(open_pair, engine_runs, make_
     assert max(again) < 2 * LAYERS
 
 
-def test_equal_strengths_share_their_blocks_and_factors(open_pair, make_request, loras):
-    pair = open_pair()
+def test_equal_strengths_share_their_blocks_and_factors(pair, make_request, loras):
     request = make_request(**STAGES)
     high = loras[0]
     pair.set_loras([(high, 0.8)], [])
@@ -614,8 +600,7 @@ def test_equal_strengths_share_their_blocks_and_factors(open_pair, make_request,
     assert pair.host_bytes == factors
 
 
-def test_the_planner_counts_factors_of_all_strengths(open_pair, make_request, loras):
-    pair = open_pair()
+def test_the_planner_counts_factors_of_all_strengths(pair, make_request, loras):
     high = loras[0]
     without = pair.host_resident_bytes
 
@@ -634,9 +619,8 @@ def test_the_planner_counts_factors_of_all_strengths(open_pair, make_request, lo
 @pytest.mark.parametrize(
     "cache", [FirstBlockCache(threshold=1e3), EasyCache(threshold=1e3, retention=0)]
 )
-def test_a_cache_reuses_nothing_across_a_change(cache, open_pair, make_request, loras):
+def test_a_cache_reuses_nothing_across_a_change(cache, pair, make_request, loras):
     changes = {"guidance_steps": (1.0,), "switch_step": 6, "cache": cache}
-    pair = open_pair()
     request = make_request(**{**STAGES, **changes})
     found = []
     for strength in (WITHOUT_AT_FIRST, 0.8):
@@ -662,8 +646,7 @@ def test_known_skips_start_again_at_a_change():
     assert computed_steps(changing, 0.0) == {0, 1, 3, 4, 5, 7}
 
 
-def test_ranges_must_lie_in_the_schedule(open_pair, make_request, loras):
-    pair = open_pair()
+def test_ranges_must_lie_in_the_schedule(pair, make_request, loras):
     six_steps = make_request(**STAGES, end_step=2)
     set_both(pair, loras, strengths(1.0, (0, 5, 0.0)))
     assert len(run(pair, six_steps).timeline.steps) == 2, "a range may lie behind an early end"
@@ -673,8 +656,7 @@ def test_ranges_must_lie_in_the_schedule(open_pair, make_request, loras):
         run(pair, make_request())
 
 
-def test_a_strength_that_is_not_a_number_is_refused(open_pair, loras):
-    pair = open_pair()
+def test_a_strength_that_is_not_a_number_is_refused(pair, loras):
     with pytest.raises(ValueError, match="is nan: give a finite number"):
         set_both(pair, loras, strengths(1.0, (0, 1, float("nan"))))
     assert not pair.strengths_vary

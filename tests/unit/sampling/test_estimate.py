@@ -101,8 +101,7 @@ def test_the_predicted_bytes_are_the_bytes_moved(policy, dtype, open_pair, make_
         assert predicted.switch_step == measured.switch_step == 2
 
 
-def test_a_late_run_keeps_its_step_numbers_and_calls_start_at_0(open_pair, make_request):
-    pair = open_pair()
+def test_a_late_run_keeps_its_step_numbers_and_calls_start_at_0(pair, make_request):
     request = make_request(start_step=2)
     steps = predicted_timeline(pair, request, LAYERWISE, **ON_CPU).steps
     sigmas = request.step_plan.schedule.sigmas[2:5]
@@ -133,8 +132,7 @@ def test_the_limit_of_a_step_is_that_of_its_lanes(open_pair, make_request):
     assert limits(pair) == [None] * 5
 
 
-def test_a_prediction_makes_no_engine_and_changes_none(open_pair, make_request):
-    pair = open_pair()
+def test_a_prediction_makes_no_engine_and_changes_none(pair, make_request):
     request = make_request()
     predicted_timeline(pair, request, LAYERWISE, **ON_CPU)
     assert pair.loaded_bytes == 0

@@ -145,16 +145,14 @@ def test_the_first_block_cache_is_diffusers(open_pair, plain_models, make_eight_
     ],
     ids=str,
 )
-def test_a_cache_that_skips_nothing_changes_no_bit(cache, policy, open_pair, make_eight_steps):
-    pair = open_pair(layers=2)
-    cached = run(pair, make_eight_steps(cache=cache), policy)
-    assert torch.equal(cached.latents, latents_of(pair, make_eight_steps(), policy))
+def test_a_cache_that_skips_nothing_changes_no_bit(cache, policy, short_pair, make_eight_steps):
+    cached = run(short_pair, make_eight_steps(cache=cache), policy)
+    assert torch.equal(cached.latents, latents_of(short_pair, make_eight_steps(), policy))
     assert skipped(cached) == []
 
 
 @both
-def test_no_policy_changes_a_bit(kind, open_pair, make_eight_steps):
-    pair = open_pair()
+def test_no_policy_changes_a_bit(kind, pair, make_eight_steps):
     request = make_eight_steps(cache=SOME[kind])
     expected = run(pair, request)
     for policy in (*POLICIES, POLICIES[-1]):  # the last run starts from kept blocks
@@ -163,8 +161,7 @@ def test_no_policy_changes_a_bit(kind, open_pair, make_eight_steps):
         assert skipped(found) == skipped(expected) != []
 
 
-def test_easycache_skips_every_block(open_pair, make_eight_steps):
-    pair = open_pair()
+def test_easycache_skips_every_block(pair, make_eight_steps):
     request = make_eight_steps(cache=EASY(threshold=1e9))
     steps = run(pair, request, OffloadPolicy.layerwise(2)).timeline.steps
     blocks = [step.bytes_moved / pair.block_bytes.stored for step in steps]
@@ -175,12 +172,11 @@ def test_easycache_skips_every_block(open_pair, make_eight_steps):
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_every_fetched_block_is_used(ahead, open_pair, engine_runs, make_eight_steps):
+def test_every_fetched_block_is_used(ahead, pair, engine_runs, make_eight_steps):
     """Exception: blocks prefetched at an expert's end.
 
     A fetch issued for a skipped step serves the next one.
     """
-    pair = open_pair()
     request = make_eight_steps(cache=SOME[FIRST])
     timeline = run(pair, request, OffloadPolicy.layerwise(ahead)).timeline
     computed = [step for step in timeline.steps if not step.skipped_visits]
@@ -218,12 +214,11 @@ def test_a_step_with_a_shortage_decides_as_without_one(kind, open_pair, make_eig
 
 
 @pytest.mark.parametrize(("kind", "computed"), [(FIRST, [1, 4]), (EASY, [1, 2, 4, 5, 7])])
-def test_a_resumed_run_measures_again(kind, computed, open_pair, make_eight_steps):
-    pair = open_pair(layers=2)
+def test_a_resumed_run_measures_again(kind, computed, short_pair, make_eight_steps):
     request = make_eight_steps(cache=kind(threshold=1e9))
     states = list[Any]()
-    run(pair, request, on_step=lambda step: states.append(step.state()))
-    rest = run(pair, request, part=RunSlice(resume=states[0]))
+    run(short_pair, request, on_step=lambda step: states.append(step.state()))
+    rest = run(short_pair, request, part=RunSlice(resume=states[0]))
     assert sorted({*range(1, STEPS)} - {*skipped(rest)}) == computed
 
 
@@ -298,8 +293,7 @@ def test_windows_have_diffusers_cache(windows, threshold, open_pair, plain_model
     assert any(step.skipped_lanes for step in found.timeline.steps) == (threshold > 0)
 
 
-def test_fixed_windows_skip_the_steps_of_a_whole_video(open_pair, make_windowed):
-    pair = open_pair()
+def test_fixed_windows_skip_the_steps_of_a_whole_video(pair, make_windowed):
     for windows in (STILL, None):
         result = run(pair, make_windowed(windows=windows, cache=FIRST(threshold=1e9)))
         assert skipped(result) == [1, 2, 3, 5, 6, 7]
@@ -309,15 +303,14 @@ def test_fixed_windows_skip_the_steps_of_a_whole_video(open_pair, make_windowed)
         assert sum(moved) <= 2 * pair.block_bytes.stored
 
 
-def test_magnitudes_skip_a_step_only_with_the_windows_before(open_pair, make_windowed):
-    pair = open_pair(layers=2)
-    table = calibrate(make_windowed(), partial(run, pair), source="a test")
+def test_magnitudes_skip_a_step_only_with_the_windows_before(short_pair, make_windowed):
+    table = calibrate(make_windowed(), partial(run, short_pair), source="a test")
     windows = ContextWindows(frames=3, overlap=0)
     rule = SkipRule(threshold=1e9, max_consecutive_skips=9, retention=0.0)
     request = make_windowed(windows=windows, cache=MagCache(table=table, rule=rule))
     placed = [windows.at(step, FRAMES) for step in range(STEPS)]
     assert [step for step in range(1, STEPS) if placed[step] == placed[step - 1]] == [6]
-    assert skipped(run(pair, request)) == [6]
+    assert skipped(run(short_pair, request)) == [6]
     message = r"windows shift in every.* turn shift_windows off in Wan Context Windows"
     with pytest.raises(RequestError, match=message):
         make_windowed(windows=MOVING, cache=request.options.cache)

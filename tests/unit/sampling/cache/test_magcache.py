@@ -92,8 +92,7 @@ def test_ratios_and_results_are_diffusers(open_pair, plain_models, make_eight_st
     assert torch.equal(found.latents, with_diffusers_cache(plain_models(), request, configs))
 
 
-def test_measuring_changes_no_bit(open_pair, make_eight_steps):
-    pair = open_pair()
+def test_measuring_changes_no_bit(pair, make_eight_steps):
     results = list[DenoiseResult]()
     table = calibrate(make_eight_steps(), lambda each: results.append(run(pair, each)), source="x")
     assert torch.equal(results[0].latents, latents_of(pair, make_eight_steps()))
@@ -120,8 +119,7 @@ def test_ratios_are_those_of_the_video_alone(of_others):
     assert calibration.ratios({0: "high", 1: "high"}) == ((1.0, pytest.approx(0.5)),)
 
 
-def test_skipped_steps_move_nothing_under_any_policy(open_pair, make_eight_steps, table):
-    pair = open_pair()
+def test_skipped_steps_move_nothing_under_any_policy(pair, make_eight_steps, table):
     request = make_eight_steps(cache=MagCache(table=table, rule=ALWAYS))
     layerwise = run(pair, request)
     swapped = run(pair, request, OffloadPolicy.block_swap(2, 1))
@@ -133,8 +131,7 @@ def test_skipped_steps_move_nothing_under_any_policy(open_pair, make_eight_steps
     assert layerwise.timeline.bytes_moved == (STEPS - 4) * LAYERS * pair.block_bytes.stored
 
 
-def test_a_run_resumed_in_a_skipped_step_computes_it(open_pair, make_eight_steps, table):
-    pair = open_pair()
+def test_a_run_resumed_in_a_skipped_step_computes_it(pair, make_eight_steps, table):
     states = list[Any]()
     request = make_eight_steps(cache=MagCache(table=table, rule=ALWAYS))
     run(pair, request, on_step=lambda step: states.append(step.state()))
@@ -182,8 +179,7 @@ def test_a_table_is_for_its_model_in_any_dtype(open_pair, make_eight_steps, tabl
     assert skipped(run(open_pair(dtype=torch.bfloat16), request))
 
 
-def test_the_states_of_measuring_are_counted(open_pair, make_eight_steps):
-    pair = open_pair()
+def test_the_states_of_measuring_are_counted(pair, make_eight_steps):
     noise = torch.zeros(1, 16, 2, 40, 60)
     request, plain = (make_eight_steps(noise=noise, cache=each) for each in (Calibration(), None))
     shape = request_run_shape(pair, request, CPU)
@@ -196,8 +192,7 @@ def test_the_states_of_measuring_are_counted(open_pair, make_eight_steps):
     assert with_states - usual == state
 
 
-def test_a_part_of_a_schedule_is_not_measured(open_pair, make_eight_steps):
-    pair = open_pair()
+def test_a_part_of_a_schedule_is_not_measured(pair, make_eight_steps):
     for part in ({"start_step": 1}, {"end_step": 7}):
         with pytest.raises(RequestError, match="all steps"):
             measured(pair, make_eight_steps(**part))

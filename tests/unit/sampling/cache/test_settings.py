@@ -41,8 +41,7 @@ def magnitudes(make_eight_steps):
 
 
 @pytest.mark.parametrize("sides", [1, 2])
-def test_memory_counts_the_states_of_a_cache(sides, open_pair, magnitudes):
-    pair = open_pair()
+def test_memory_counts_the_states_of_a_cache(sides, pair, magnitudes):
     shape = (3, 16, 2, 40, 60)
     state = 3 * sides * 2 * 20 * 30 * 256 * 4  # lanes x tokens x width x fp32
 
@@ -78,8 +77,7 @@ def test_the_count_is_what_two_steps_really_hold(lanes, chunk, make_tiny_expert)
     assert estimated - 1.01 * state <= max(peaks) - peak(None) <= estimated
 
 
-def test_the_planner_knows_the_kept_states_and_blocks(open_pair, make_eight_steps, magnitudes):
-    pair = open_pair()
+def test_the_planner_knows_the_kept_states_and_blocks(pair, make_eight_steps, magnitudes):
     plain, first, known = (
         request_run_shape(pair, make_eight_steps(cache=cache), CPU)
         for cache in (None, FirstBlockCache(), magnitudes)
@@ -104,9 +102,8 @@ def test_the_planner_knows_the_kept_states_and_blocks(open_pair, make_eight_step
     ],
     ids=["whole", "late", "other lanes"],
 )
-def test_skips_are_predicted(changes, left_out, lanes, open_pair, make_eight_steps, magnitudes):
+def test_skips_are_predicted(changes, left_out, lanes, pair, make_eight_steps, magnitudes):
     request = make_eight_steps(cache=magnitudes, **changes)
-    pair = open_pair()
     steps = predicted_timeline(pair, request, LAYERWISE, machine=CPU_MACHINE, device=CPU).steps
     assert [step.index for step in steps] == list(range(request.start_step, STEPS))
     for step in steps:

@@ -44,12 +44,13 @@ variants = pytest.mark.parametrize(
 """Expert shape and request changes of Bernini and of Fun Control."""
 
 
-def test_no_context_is_text_to_video(open_short, make_request):
-    pair = open_short()
-    plain = make_request()
-    expected = latents_of(pair, plain)
-    assert torch.equal(latents_of(pair, changed_request(plain, tokens=ExtraTokens())), expected)
-    assert difference(latents_of(pair, changed_request(plain, tokens=CONTEXT)), expected) > 0.01
+def test_no_context_is_text_to_video(short_pair, make_request):
+    plain, none, some = (
+        latents_of(short_pair, make_request(**each))
+        for each in ({}, {"tokens": ExtraTokens()}, {"tokens": CONTEXT})
+    )
+    assert torch.equal(none, plain)
+    assert difference(some, plain) > 0.01
 
 
 @variants
@@ -63,13 +64,12 @@ def test_policies_change_no_bit_and_chunks_only_last_ones(shape, changes, open_s
     assert difference(chunked, resident) <= ROUNDING
 
 
-def test_experts_without_its_convolution_ignore_a_reference(open_short, make_request, caplog):
-    pair = open_short()
+def test_experts_without_its_convolution_ignore_a_reference(short_pair, make_request, caplog):
     tokens = ExtraTokens(reference=normal(1, 16, 1, 8, 8, seed=1))
     with caplog.at_level(logging.INFO, "wanstream.sampling"):
-        given = latents_of(pair, make_request(tokens=tokens))
+        given = latents_of(short_pair, make_request(tokens=tokens))
     assert any("reference_latents" in record.getMessage() for record in caplog.records)
-    assert torch.equal(given, latents_of(pair, make_request()))
+    assert torch.equal(given, latents_of(short_pair, make_request()))
 
 
 def test_requests_with_other_shapes_are_not_merged(make_request):
@@ -97,20 +97,19 @@ def test_the_planner_and_the_memory_count_all_tokens(open_short, make_request):
     assert extra_tokens_of(open_short(**CONTROL), reference) == (REFERENCE_TOKENS,) * 2
 
 
-def test_sides_with_other_tokens_are_counted_apart(open_short, make_request):
-    pair = open_short()
+def test_sides_with_other_tokens_are_counted_apart(short_pair, make_request):
     extra = VIDEO_TOKENS + IMAGE_TOKENS
     more = ExtraTokens(context=(SOURCE, IMAGE, IMAGE))
     equal, unequal = (make_request(tokens=CONTEXT, negative_tokens=own) for own in (CONTEXT, more))
-    assert extra_tokens_of(pair, unequal) == (extra, extra + IMAGE_TOKENS)
+    assert extra_tokens_of(short_pair, unequal) == (extra, extra + IMAGE_TOKENS)
     sides = (VIDEO_TOKENS + extra, VIDEO_TOKENS + extra + IMAGE_TOKENS)
-    assert request_run_shape(pair, unequal, CPU).tokens == sides[1]
-    assert request_run_shape(pair, unequal, CPU).tokens_of_sides == sides
-    assert request_run_shape(pair, equal, CPU).tokens_of_sides == sides[:1]
+    assert request_run_shape(short_pair, unequal, CPU).tokens == sides[1]
+    assert request_run_shape(short_pair, unequal, CPU).tokens_of_sides == sides
+    assert request_run_shape(short_pair, equal, CPU).tokens_of_sides == sides[:1]
     for nag in (None, Nag()):
         without = changed_request(unequal, guidance=(1.0, 1.0), nag=nag)
-        assert extra_tokens_of(pair, without) == (extra,), "no negative lanes"
-        assert request_run_shape(pair, without, CPU).tokens_of_sides == sides[:1]
+        assert extra_tokens_of(short_pair, without) == (extra,), "no negative lanes"
+        assert request_run_shape(short_pair, without, CPU).tokens_of_sides == sides[:1]
 
 
 def test_both_sides_share_one_copy_on_the_device(make_request):

@@ -79,8 +79,7 @@ def stop_after(after):
 
 @pytest.mark.usefixtures("every_block_is_long")
 @pytest.mark.parametrize("chunk", [None, 16])
-def test_a_stop_ends_a_block_at_its_next_linear_layer(chunk, open_pair, make_request):
-    pair = open_pair()
+def test_a_stop_ends_a_block_at_its_next_linear_layer(chunk, pair, make_request):
     request = make_request()
     computed = list[int]()
     policy = replace(LAYERWISE, chunk_tokens=chunk)

@@ -76,32 +76,28 @@ def check_limit(pair, request, enough, message, policy=LAYERWISE):
         check_room(pair, request, policy, CPU, free=enough - 1)
 
 
-def test_lanes_that_fit_under_the_smallest_policy_pass(open_pair, lanes):
-    pair = open_pair()
+def test_lanes_that_fit_under_the_smallest_policy_pass(pair, lanes):
     message = "4 videos at once need .* 3 of them would fit: use 3 lanes"
     assert needed(pair, 4) < needed(pair, 4, chunk_tokens=None)
     for policy in (LAYERWISE, OffloadPolicy.resident()):
         check_limit(pair, lanes(4), needed(pair, 4), message, policy)
 
 
-def test_a_cache_needs_room_too(open_pair, lanes):
-    pair = open_pair()
+def test_a_cache_needs_room_too(pair, lanes):
     cache = FirstBlockCache()
     state = (5 * 64 * 80) * 256 * 4  # tokens x width x fp32
     enough = needed(pair, 2) + cache.cached_states * 4 * state
     check_limit(pair, lanes(2, cache=cache), enough, "1 of them would fit")
 
 
-def test_unguided_lanes_and_fewer_buffers_take_less(open_pair, lanes):
-    pair = open_pair()
+def test_unguided_lanes_and_fewer_buffers_take_less(pair, lanes):
     check_limit(pair, lanes(4, guidance=(1.0, 1.0)), needed(pair, 4, sides=(0,)), "3 of them")
     check_limit(pair, lanes(4, guidance=(1.0, 3.0)), needed(pair, 4), "3 of them")
     free = needed(pair, 2) - 1
     check_room(pair, lanes(2), OffloadPolicy.layerwise(0), CPU, free=free)
 
 
-def test_a_refusal_has_the_figures_of_a_run(open_pair, lanes):
-    pair = open_pair()
+def test_a_refusal_has_the_figures_of_a_run(pair, lanes):
     working = working_bytes(pair, (8, *LARGE), **CHUNKED)
     weights = pair.device_bytes(LAYERWISE, device=CPU)
     with pytest.raises(InsufficientMemoryError) as refused:
@@ -114,9 +110,8 @@ def test_a_refusal_has_the_figures_of_a_run(open_pair, lanes):
 
 
 @pytest.mark.parametrize(("side", "on_positive"), [("tokens", 1), ("negative_tokens", 0)])
-def test_tokens_next_to_the_video_take_room(side, on_positive, open_pair, lanes):
+def test_tokens_next_to_the_video_take_room(side, on_positive, pair, lanes):
     """On both sides, a video-sized context takes the room of a video twice as long."""
-    pair = open_pair()
     context = ExtraTokens(context=(torch.zeros(1).expand(1, *LARGE),))
     channels, frames, *size = LARGE
     twice = working_bytes(pair, (2, channels, 2 * frames, *size), **CHUNKED)
@@ -143,8 +138,7 @@ def refuse(pair, policy, available, device=CPU):
     run_policy.refuse_without_ram(available=int(available))
 
 
-def test_a_cpu_run_that_surely_lacks_ram_is_refused(open_pair):
-    pair = open_pair()
+def test_a_cpu_run_that_surely_lacks_ram_is_refused(pair):
     needs = estimate(pair)
     weights = pair.device_bytes(LAYERWISE, device=CPU)
     limit = needs / ESTIMATE_MARGIN
@@ -166,8 +160,7 @@ def available(monkeypatch, nbytes, swap=0):
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=swap))
 
 
-def test_ram_of_another_policy_is_freed_before_it_is_counted(open_pair, make_request, monkeypatch):
-    pair = open_pair()
+def test_ram_of_another_policy_is_freed_before_it_is_counted(pair, make_request, monkeypatch):
     request = make_request(batch=1)
     run(pair, request)
     without = pair.host_bytes
@@ -182,9 +175,8 @@ def test_ram_of_another_policy_is_freed_before_it_is_counted(open_pair, make_req
     assert pair.host_bytes == without
 
 
-def test_a_huge_video_is_refused_before_its_first_block(open_pair, make_request, monkeypatch):
+def test_a_huge_video_is_refused_before_its_first_block(pair, make_request, monkeypatch):
     """4096x4096x1025: 16.8 million tokens take some 200 GB in experts 256 wide."""
-    pair = open_pair()
     noise = torch.zeros(1).expand(1, 16, 257, 512, 512)
     available(monkeypatch, lambda: 25 * 10**9, swap=10**9)
     message = r"needs about \d\d\d\.\d\d GB of RAM .* GB are free"

@@ -197,8 +197,7 @@ def test_calls_need_with_and_no_other_call_under_way(open_pair):
 
 
 @pytest.mark.parametrize("poll", [1, LAYERS + 2])
-def test_stop_comes_before_the_next_block(poll, open_pair):
-    pair = open_pair()
+def test_stop_comes_before_the_next_block(poll, pair):
     polls = list[int]()
 
     def should_stop() -> bool:
@@ -216,8 +215,7 @@ def test_stop_comes_before_the_next_block(poll, open_pair):
     assert _equal([again], Calls(pair).of([L])) == [True]
 
 
-def test_an_error_between_two_calls_ends_the_run(open_pair):
-    pair = open_pair()
+def test_an_error_between_two_calls_ends_the_run(pair):
     with pytest.raises(ZeroDivisionError), Calls(pair).open([H, L]) as made:
         made.forward(H, _lanes(), 1.0)
         1 / 0  # noqa: B018 (a sampler may do this)
@@ -232,9 +230,8 @@ def _cache(threshold, calls):
 
 
 @pytest.mark.parametrize("predicted", [[H, H, L, L, L], [H, L]], ids=["all", "wrong"])
-def test_a_cache_reuses_the_results_of_the_previous_call(predicted, open_pair):
+def test_a_cache_reuses_the_results_of_the_previous_call(predicted, pair):
     calls = [H, H, L, L, L]
-    pair = open_pair()
     cached = Calls(pair, KEEPS_FIRST)
     found = cached.of(calls, predicted, cache=_cache(1e9, calls))
     steps = cached.recorder.timeline().steps
@@ -243,8 +240,7 @@ def test_a_cache_reuses_the_results_of_the_previous_call(predicted, open_pair):
     assert _equal(found, Calls(pair, KEEPS_FIRST).of(calls)) == [True, False, True, False, False]
 
 
-def test_nag_is_in_the_blocks_as_long_as_calls_are_open(open_pair):
-    pair = open_pair()
+def test_nag_is_in_the_blocks_as_long_as_calls_are_open(pair):
     settings = pair.engine(LAYERWISE, CPU).models.settings
     plain, other = _lanes(2)
     held = replace(plain, negative_text=other.text)

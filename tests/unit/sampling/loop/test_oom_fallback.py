@@ -290,9 +290,8 @@ def test_a_kept_error_holds_no_tensor():
         assert all(ref() is None for ref in left)
 
 
-def test_a_shortage_in_the_solver_leaves_its_history(open_pair, make_request, monkeypatch):
+def test_a_shortage_in_the_solver_leaves_its_history(pair, make_request, monkeypatch):
     request = make_request()
-    pair = open_pair()
     steps = iter(range(100))
     whole = latents_of(pair, request, RESIDENT)
     real = UniPCMultistepScheduler.multistep_uni_p_bh_update

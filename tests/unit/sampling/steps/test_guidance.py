@@ -108,16 +108,16 @@ def test_a_list_of_ones_needs_no_negative(make_request):
     assert not make_request(guidance_steps=(1.0,), negative=None).guidance_settings.guided
 
 
-def test_it_changes_a_run_as_the_negative_text_wants(open_pair, make_nag):
-    pair = open_pair(layers=2)
-    request = make_nag()
-    off = latents_of(pair, make_nag(nag=None))
-    on = latents_of(pair, request)
-    other = latents_of(pair, changed_request(request, negative=-request.negative))
-    assert torch.equal(latents_of(pair, make_nag(nag=Nag(alpha=0.0))), off)
+def test_it_changes_a_run_as_the_negative_text_wants(short_pair, make_nag):
+    def latents(**changes):
+        return latents_of(short_pair, make_nag(**changes))
+
+    on = latents()
+    off = latents(nag=None)
+    assert torch.equal(latents(nag=Nag(alpha=0.0)), off)
     assert not torch.allclose(off, on, rtol=1e-3)
-    assert not torch.allclose(on, other, rtol=1e-3)
-    assert torch.equal(latents_of(pair, make_nag(windows=ContextWindows(frames=2, overlap=0))), on)
+    assert not torch.allclose(on, latents(negative=-make_nag().negative), rtol=1e-3)
+    assert torch.equal(latents(windows=ContextWindows(frames=2, overlap=0)), on)
 
 
 def test_one_lane_does_the_work_and_no_byte_more_is_moved(open_pair, make_nag):
@@ -135,13 +135,12 @@ def test_one_lane_does_the_work_and_no_byte_more_is_moved(open_pair, make_nag):
     assert on[2] == guided[2] > 0, "both texts are embedded before the first step"
 
 
-def test_guided_steps_are_left_alone(open_pair, make_nag):
+def test_guided_steps_are_left_alone(pair, make_nag):
     def steps(**changes):
         progress: list[StepProgress] = []
         run(pair, make_nag(**changes), on_step=progress.append)
         return [step.denoised for step in progress]
 
-    pair = open_pair()
     off, on = (steps(guidance=(4.0, 1.0), nag=nag) for nag in (None, NAG))
     assert [*map(torch.equal, off, on)] == [True, False, False]
     assert all(map(torch.equal, steps(guidance_steps=(4.0, 1.0)), on))
@@ -163,17 +162,16 @@ def test_the_velocity_is_that_of_two_scales(context_scale):
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, CONTEXT), (2, CONTEXT_OF_TWO)])
-def test_a_step_combines_three_forward_passes(batch, tokens, open_short, make_guided):
+def test_a_step_combines_three_forward_passes(batch, tokens, short_pair, make_guided):
     """Latents after one Euler step are affine in the velocity. The three weights add up to 1."""
-    pair = open_short()
     one = {"solver": "euler", "end_step": 1, "leftover_noise": True}
     guided = make_guided(**one, batch=batch, tokens=tokens)
     off = changed_request(guided, guidance=(1.0, 1.0), context_guidance=1.0)
     held = changed_request(off, positive=guided.negative)
     requests = (off, held, changed_request(held, tokens=NONE))
-    positive, negative, none = (latents_of(pair, each).double() for each in requests)
+    positive, negative, none = (latents_of(short_pair, each).double() for each in requests)
     expected = none + SCALE * (negative - none) + 4.0 * (positive - negative)
-    assert difference(latents_of(pair, guided).double(), expected) <= ROUNDING
+    assert difference(latents_of(short_pair, guided).double(), expected) <= ROUNDING
 
 
 def test_lanes_without_context_have_the_negative_text(make_guided):
@@ -195,42 +193,39 @@ def test_the_reference_of_fun_control_stays(make_guided):
 
 
 @pytest.mark.slow  # several loop runs
-def test_windows_have_lanes_without_context(open_short, make_guided):
-    pair = open_short()
+def test_windows_have_lanes_without_context(short_pair, make_guided):
     long = normal(1, 16, 5, 4, 6, seed=1)
     windows = ContextWindows(frames=3, overlap=1, shift_windows=False)
     request = make_guided(noise=long, tokens=ExtraTokens(context=(long, IMAGE)), windows=windows)
     sides = [name.side for name in names_at(request, 0)]
     assert sides == [each for each in ALL_SIDES for _ in "12"]
-    assert extra_tokens_of(pair, request) == (18 + IMAGE_TOKENS, 0, 18 + IMAGE_TOKENS)
-    lane_tokens = request_run_shape(pair, request, CPU).lane_tokens("high")
+    assert extra_tokens_of(short_pair, request) == (18 + IMAGE_TOKENS, 0, 18 + IMAGE_TOKENS)
+    lane_tokens = request_run_shape(short_pair, request, CPU).lane_tokens("high")
     assert lane_tokens == (46,) * 2 + (18,) * 2 + (46,) * 2
-    plain = latents_of(pair, changed_request(request, context_guidance=1.0))
-    assert difference(latents_of(pair, request), plain) > 0.01
+    plain = latents_of(short_pair, changed_request(request, context_guidance=1.0))
+    assert difference(latents_of(short_pair, request), plain) > 0.01
 
 
-def test_the_planner_counts_three_lanes_and_their_own_tokens(open_short, make_guided):
-    pair = open_short()
+def test_the_planner_counts_three_lanes_and_their_own_tokens(short_pair, make_guided):
     long = VIDEO_TOKENS + VIDEO_TOKENS + IMAGE_TOKENS
-    shape = request_run_shape(pair, make_guided(batch=2, guidance=(4.0, 1.0)), CPU)
+    shape = request_run_shape(short_pair, make_guided(batch=2, guidance=(4.0, 1.0)), CPU)
     assert (shape.lanes, shape.sides) == ({"high": 6, "low": 2}, {"high": 3, "low": 1})
     assert shape.tokens == long
     assert shape.lane_tokens("high") == (long, long, VIDEO_TOKENS, VIDEO_TOKENS, long, long)
     assert shape.lane_tokens("low") == (long, long)
-    mixed = request_run_shape(pair, make_guided(guidance_steps=(4.0, 1.0)), CPU)
+    mixed = request_run_shape(short_pair, make_guided(guidance_steps=(4.0, 1.0)), CPU)
     of_steps = [mixed.lane_tokens_of_step(step) for step in (0, 1, 4)]
     assert of_steps == [(long, VIDEO_TOKENS, long), (long,), (long,)]
     assert mixed.lane_tokens("high") == (long, VIDEO_TOKENS, long)
 
 
-def test_the_memory_counts_three_lanes_and_their_own_tokens(open_short, make_guided):
-    pair = open_short()
+def test_the_memory_counts_three_lanes_and_their_own_tokens(short_pair, make_guided):
     request = make_guided()
     extra = VIDEO_TOKENS + IMAGE_TOKENS
-    assert extra_tokens_of(pair, request) == (extra, 0, extra)
+    assert extra_tokens_of(short_pair, request) == (extra, 0, extra)
     width = 256
     two, three, equal = (
-        working_bytes(pair, request.computed_shape, sides=sides)
+        working_bytes(short_pair, request.computed_shape, sides=sides)
         for sides in [(extra,) * 2, (extra, 0, extra), (extra,) * 3]
     )
     texts = 2 * 512 * width * 4
@@ -241,31 +236,31 @@ def test_the_memory_counts_three_lanes_and_their_own_tokens(open_short, make_gui
 
 @pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("cache", [FirstBlockCache(threshold=1e9), EasyCache(threshold=1e9)])
-def test_a_cache_skips_all_sides(cache, open_short, make_guided):
-    pair = open_short()
+def test_a_cache_skips_all_sides(cache, short_pair, make_guided):
     request = make_guided(steps=8, switch_step=4, cache=cache)
-    steps = run(pair, request).timeline.steps
+    steps = run(short_pair, request).timeline.steps
     assert {step.skipped_lanes for step in steps if step.skipped_visits} == {3}
     never = changed_request(request, cache=replace(cache, threshold=0.0))
     plain = changed_request(request, cache=None)
-    assert torch.equal(latents_of(pair, never), latents_of(pair, plain))
+    assert torch.equal(latents_of(short_pair, never), latents_of(short_pair, plain))
 
 
 @pytest.mark.slow  # several loop runs
-def test_magcache_needs_a_table_of_all_sides(open_short, make_guided):
-    pair = open_short()
+def test_magcache_needs_a_table_of_all_sides(short_pair, make_guided):
     request = make_guided(steps=8, switch_step=4)
     rule = SkipRule(threshold=1e9, max_consecutive_skips=1, retention=0.25)
     plain = changed_request(request, context_guidance=1.0)
     two, three = (
-        MagCache(table=calibrate(each, lambda each: run(pair, each), source="test"), rule=rule)
+        MagCache(
+            table=calibrate(each, lambda each: run(short_pair, each), source="test"), rule=rule
+        )
         for each in (plain, request)
     )
     assert (len(two.table.ratios), len(three.table.ratios)) == (2, 3)
     message = "calibrated without context_guidance around step 1, and this run has it"
     with pytest.raises(RequestError, match=message):
         changed_request(request, cache=two)
-    steps = run(pair, changed_request(request, cache=three)).timeline.steps
+    steps = run(short_pair, changed_request(request, cache=three)).timeline.steps
     assert {step.skipped_lanes for step in steps if step.skipped_visits} == {3}
     changed_request(plain, cache=three)  # has more than is needed
 
