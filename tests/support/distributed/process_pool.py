@@ -20,7 +20,7 @@ from wanstream.distributed.transport.threads import WorkThread, run_in_thread
 from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.schema.refs import ExpertsRef
-from wanstream.tests.support.sampling.short_memory import ShortOnce
+from wanstream.tests.support.sampling.short_memory import ShortPair, once
 from wanstream.wan.experts.open import ExpertsRegistry, open_pair
 
 WAIT_S = 60.0
@@ -37,7 +37,7 @@ def serve(here, address, key, rank, short_at, machine):
 
     def opened(ref: ExpertsRef) -> Any:
         pair = open_pair(ref)
-        return pair if short_at is None else ShortOnce(pair, short_at)
+        return pair if short_at is None else ShortPair(pair, once(short_at))
 
     worker = Worker("cpu", threads=1, experts=ExpertsRegistry(opened), machine=machine)
     lock, runs = threading.Lock(), WorkThread("runs")

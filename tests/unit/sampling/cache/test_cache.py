@@ -12,21 +12,19 @@ import torch
 from diffusers import FirstBlockCacheConfig
 
 from wanstream.plan.programs.visits import SkipRule
-from wanstream.sampling.cache import EasyCache
+from wanstream.sampling import EasyCache, FirstBlockCache, MagCache, calibrate
+from wanstream.sampling.cache import MagTable
 from wanstream.sampling.cache.base import LaneName, PassStart, Stage
 from wanstream.sampling.cache.easycache import _distance, computed_steps
 from wanstream.sampling.cache.first_block import FirstBlockSteps, _abs_distance
-from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
-from wanstream.sampling.calibrate import calibrate
-from wanstream.sampling.steps import RequestError, RunSlice
-from wanstream.sampling.steps.parallel import LOCAL_FORWARD
+from wanstream.sampling.steps import LOCAL_FORWARD, RequestError, RunSlice
 from wanstream.sampling.steps.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.shapes.context_windows import ContextWindows
 from wanstream.tests.support.rounding import ROUNDING
-from wanstream.tests.support.sampling.plain_loop import blend_windows, plain_loop
+from wanstream.tests.support.sampling.plain_loop import windowed_loop
 from wanstream.tests.support.sampling.runs import LAYERWISE, latents_of, normal, run, skipped
-from wanstream.tests.support.sampling.short_memory import ShortOnce
+from wanstream.tests.support.sampling.short_memory import ShortPair, once
 
 pytestmark = pytest.mark.usefixtures("exact_blocks")
 
@@ -58,26 +56,9 @@ def make_windowed(make_eight_steps):
     return lambda **changes: make_eight_steps(**{**given, **changes})
 
 
-def with_diffusers_cache(models, request, threshold):
-    """Reference loop on whole models, with diffusers' cache around each.
-
-    A cache serves one text and one window, as long as every step has the window.
-    """
-    frames = request.noise.shape[2]
-    windows = request.options.windows or ContextWindows(frames=frames, overlap=0)
-    for model in models.values():
-        model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
-    placed = [windows.at(step, frames) for step in range(STEPS)]
-
-    def velocity_of(model: Any, step: int, latents: torch.Tensor, time: Any, text: Any) -> Any:
-        def in_window(window: tuple[int, ...]) -> torch.Tensor:
-            gaps = [before for before in range(step) if window not in placed[before]]
-            with model.cache_context(f"{text is request.negative} {window} {gaps}"):
-                return model(latents[:, :, list(window)], time, text, return_dict=False)[0]
-
-        return blend_windows(windows, step, latents, in_window)
-
-    return plain_loop(models, request, velocity_of)
+def with_first_block_cache(models, request, threshold):
+    config = FirstBlockCacheConfig(threshold=threshold)
+    return windowed_loop(models, request, {"high": config, "low": config})
 
 
 @torch.inference_mode()
@@ -129,7 +110,8 @@ def test_the_first_block_cache_is_diffusers(open_pair, plain_models, make_eight_
     for threshold, lanes in ((0.55, {0, 1, 2}), (1e9, {0, 2})):
         request = make_eight_steps(cache=FIRST(threshold=threshold))
         result = run(open_pair(), request)
-        assert torch.equal(result.latents, with_diffusers_cache(plain_models(), request, threshold))
+        expected = with_first_block_cache(plain_models(), request, threshold)
+        assert torch.equal(result.latents, expected)
         steps = result.timeline.steps
         assert {step.skipped_lanes for step in steps} == lanes
         for step in steps:
@@ -207,7 +189,7 @@ def test_a_step_with_a_shortage_decides_as_without_one(kind, open_pair, make_eig
     whole = run(open_pair(), request, DEEP)
     uses = [(use, False) for use in range(1, 2 * LAYERS * len(skipped(whole)), 5)]
     for use, behind in [*uses, (1, True), (3, True), (5, True), (2 * SWITCH + 1, True)]:
-        disturbed = run(ShortOnce(open_pair(), use, behind=behind), request, DEEP)
+        disturbed = run(ShortPair(open_pair(), once(use), behind=behind), request, DEEP)
         assert torch.equal(disturbed.latents, whole.latents), use
         assert len(disturbed.timeline.changes) == 1, "the shortage came"
         assert skipped(disturbed) == skipped(whole)
@@ -235,6 +217,21 @@ def test_easycache_computes_first_and_last_steps():
     assert computed_steps(steps, 0.2) == {0, 1, 2, 3, 20, 21, 22, 23, 39}
     assert computed_steps(steps, 0.0) == {0, 1, 20, 21, 39}
     assert computed_steps({}, 0.2) == frozenset()
+
+
+def test_known_skips_start_again_where_a_strength_changes():
+    names = (LaneName(0, 0),)
+    steps = {step: (Stage("high"), names) for step in range(8)}
+    changing = {step: (Stage("high", int(step >= 4)), names) for step in range(8)}
+    sigmas = tuple(1 - step / 8 for step in range(9))
+    table = MagTable(sigmas=sigmas, experts=("high",) * 8, ratios=((1.0,) * 8,), marks={})
+    rule = SkipRule(threshold=0.5, max_consecutive_skips=7, retention=0.0)
+    cache = MagCache(table=table, rule=rule)
+    assert cache.start(steps).skipped == frozenset(range(1, 8))
+    exact = MagCache(table=table, rule=replace(rule, threshold=0.0))
+    assert exact.start(steps).skipped == frozenset()
+    assert cache.start(changing).skipped == {1, 2, 3, 5, 6, 7}
+    assert computed_steps(changing, 0.0) == {0, 1, 3, 4, 5, 7}
 
 
 @pytest.mark.parametrize(("change", "going"), [(0.25, ()), (0.75, (0,))])
@@ -288,7 +285,7 @@ def test_bad_settings_are_refused(kind, name, largest):
 def test_windows_have_diffusers_cache(windows, threshold, open_pair, plain_models, make_windowed):
     request = make_windowed(windows=windows, cache=FIRST(threshold=threshold))
     found = run(open_pair(), request)
-    expected = with_diffusers_cache(plain_models(), request, threshold)
+    expected = with_first_block_cache(plain_models(), request, threshold)
     torch.testing.assert_close(found.latents, expected, rtol=ROUNDING, atol=ROUNDING)
     assert any(step.skipped_lanes for step in found.timeline.steps) == (threshold > 0)
 

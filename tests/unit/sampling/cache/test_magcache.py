@@ -14,15 +14,13 @@ import torch
 from diffusers import MagCacheConfig
 
 from wanstream.plan.programs.visits import SkipRule
-from wanstream.sampling import request_run_shape, working_bytes
+from wanstream.sampling import MagCache, calibrate, request_run_shape, working_bytes
 from wanstream.sampling.cache.base import LaneName, PassStart, Stage
 from wanstream.sampling.cache.mag_table import MagTable
 from wanstream.sampling.cache.magcache import Calibration
-from wanstream.sampling.cache.settings import MagCache
-from wanstream.sampling.calibrate import calibrate
 from wanstream.sampling.steps import DenoiseResult, RequestError, RunSlice
 from wanstream.schema import OffloadPolicy
-from wanstream.tests.support.sampling.plain_loop import plain_loop
+from wanstream.tests.support.sampling.plain_loop import windowed_loop
 from wanstream.tests.support.sampling.runs import CPU, changed_request, latents_of, run, skipped
 
 pytestmark = pytest.mark.usefixtures("exact_blocks")
@@ -54,23 +52,11 @@ def measured(pair, request):
     return calibrate(request, partial(run, pair), source="a test")
 
 
-def with_diffusers_cache(models, request, configs):
-    """Reference loop for one lane on whole models, with diffusers' cache around each."""
-    for name, model in models.items():
-        model.enable_cache(configs[name])
-
-    def velocity_of(model: Any, step: int, *given: torch.Tensor) -> torch.Tensor:
-        with model.cache_context("cond"):
-            return model(*given, return_dict=False)[0]
-
-    return plain_loop(models, request, velocity_of)
-
-
 def test_ratios_and_results_are_diffusers(open_pair, plain_models, make_eight_steps, capsys):
     """diffusers prints ratios after a model's last step."""
     request = make_eight_steps(**UNGUIDED)
     measures = MagCacheConfig(calibrate=True, num_inference_steps=SWITCH)
-    with_diffusers_cache(plain_models(), request, {"high": measures, "low": measures})
+    windowed_loop(plain_models(), request, {"high": measures, "low": measures})
     printed = capsys.readouterr().out.splitlines()
     high, low = (json.loads(line) for line in printed if line.startswith("[") and line[-1] == "]")
     table = measured(open_pair(), request)
@@ -89,7 +75,7 @@ def test_ratios_and_results_are_diffusers(open_pair, plain_models, make_eight_st
     cached = make_eight_steps(**UNGUIDED, cache=MagCache(table=table, rule=RULE))
     found = run(open_pair(), cached)
     assert len(skipped(found)) > 1
-    assert torch.equal(found.latents, with_diffusers_cache(plain_models(), request, configs))
+    assert torch.equal(found.latents, windowed_loop(plain_models(), request, configs))
 
 
 def test_measuring_changes_no_bit(pair, make_eight_steps):

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from wanstream.offload import SessionState
 from wanstream.offload.engine.calls import CALLS_AHEAD, predict_again
-from wanstream.sampling import ModelCalls
+from wanstream.sampling import FirstBlockCache, ModelCalls, RunPolicy
 from wanstream.sampling.cache.base import LaneName
-from wanstream.sampling.cache.settings import FirstBlockCache
-from wanstream.sampling.loop.oom_fallback import RunPolicy
 from wanstream.sampling.steps import InsufficientMemoryError, SamplingCancelled
 from wanstream.schema import OffloadPolicy, StateError
 from wanstream.telemetry import Recorder
 from wanstream.tests.support.sampling.runs import CPU, LAYERWISE, SHAPE, normal
+from wanstream.tests.support.sampling.short_memory import ShortPair, once
 from wanstream.wan import Lane, Nag
 
 pytestmark = pytest.mark.usefixtures("exact_blocks")
@@ -52,40 +50,24 @@ def _sigma(call: int) -> float:
 
 
 class Calls:
-    """Model calls on a pair that raises out-of-memory errors at chosen block uses."""
+    """Model calls on a pair."""
 
-    def __init__(self, pair, policy=LAYERWISE, short=None):
+    def __init__(self, pair, policy=LAYERWISE):
         self.policy = RunPolicy(pair, policy, CPU, shape=SHAPE, sides=(0, 0))
         self.recorder = Recorder(CPU)
-        self._uses = 0
-        self._short = short
-        self._hooks = list[Any]()
-        if short is not None:
-            models = self.policy.engine().models.blocks.values()
-            blocks = [block for blocks in models for block in blocks]
-            self._hooks = [block.register_forward_pre_hook(self._use) for block in blocks]
-
-    def _use(self, *given: Any) -> None:
-        self._uses += 1
-        if self._short(self._uses - 1):
-            raise torch.OutOfMemoryError(f"no room at use {self._uses - 1}")
 
     def open(self, predicted, **settings):
         return ModelCalls(self.policy, predicted, recorder=self.recorder, **settings)
 
     def of(self, calls, predicted=None, lanes=LANES, **settings):
         """Return the velocities of each call, which are predicted by default."""
-        try:
-            with self.open(calls if predicted is None else predicted, **settings) as made:
-                found = [
-                    [*made.forward(expert, _lanes(lanes), _sigma(call))]
-                    for call, expert in enumerate(calls)
-                ]
-            self.recompiled = made.recompiled
-            assert made.calls == len(calls)
-        finally:
-            for hook in self._hooks:
-                hook.remove()
+        with self.open(calls if predicted is None else predicted, **settings) as made:
+            found = [
+                [*made.forward(expert, _lanes(lanes), _sigma(call))]
+                for call, expert in enumerate(calls)
+            ]
+        self.recompiled = made.recompiled
+        assert made.calls == len(calls)
         assert _no_thread_is_left()
         return found
 
@@ -258,6 +240,17 @@ def test_nag_is_in_the_blocks_as_long_as_calls_are_open(pair):
         assert torch.equal(made.forward(H, [plain], 0.9)[0], off)
 
 
+def test_memory_is_watched_from_entering_to_leaving(pair):
+    def watchers() -> int:
+        return [thread.name for thread in threading.enumerate()].count("wanstream-memory")
+
+    calls = Calls(pair)
+    with calls.open([H]):
+        assert watchers() == 1
+    assert watchers() == 0
+    assert len(calls.recorder.timeline().memory) >= 2
+
+
 @pytest.mark.slow  # whole runs
 @pytest.mark.parametrize(
     ("predicted", "uses", "policy"),
@@ -273,7 +266,7 @@ def test_nag_is_in_the_blocks_as_long_as_calls_are_open(pair):
 def test_a_shortage_changes_no_bit_of_a_call(predicted, uses, policy, open_pair):
     calls = [H, H, L, L]
     plain = Calls(open_pair(), policy)
-    short = Calls(open_pair(), policy, uses.__contains__)
+    short = Calls(ShortPair(open_pair(), once(*uses)), policy)
     assert all(_equal(short.of(calls, predicted), plain.of(calls, predicted)))
     assert short.recompiled == plain.recompiled, "a call that is computed again is no surprise"
     assert len(short.policy.changes) == len({use for use in uses if use < 4 * CALL + len(uses)})
@@ -297,7 +290,8 @@ def test_a_call_that_fails_after_its_pass_is_computed_again(open_pair):
 
 def test_without_a_smaller_policy_another_call_may_follow(open_pair):
     short = [True]
-    with Calls(open_pair(), OffloadPolicy.layerwise(2), lambda _: short[0]).open([H, L]) as made:
+    calls = Calls(ShortPair(open_pair(), lambda *_: short[0]), OffloadPolicy.layerwise(2))
+    with calls.open([H, L]) as made:
         with pytest.raises(InsufficientMemoryError, match="out of memory in call 0"):
             made.forward(H, _lanes(), 1.0)
         assert made.state is SessionState.IDLE

@@ -19,50 +19,13 @@ from wanstream.offload.engine.run import EngineRun
 from wanstream.sampling.steps import InsufficientMemoryError, SamplingCancelled
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.sampling.runs import latents_of, normal, run
+from wanstream.tests.support.sampling.short_memory import ShortPair, once
 from wanstream.wan import ExpertPair
 
 LAYERS = 4
 LAYERWISE = OffloadPolicy.layerwise
 BLOCK_SWAP = OffloadPolicy.block_swap
 RESIDENT = OffloadPolicy.resident()
-
-
-class ShortPair:
-    """Pair wrapper that raises out-of-memory errors at chosen block uses.
-
-    The uses are counted over the run.
-    """
-
-    def __init__(self, pair, short, error=torch.OutOfMemoryError("out of memory")):  # noqa: B008
-        self._pair = pair
-        self._short = short
-        self._error = error
-        self.policies = list[OffloadPolicy]()
-        self.uses = 0
-        self.left = list[Any]()
-        self._hooked = set[int]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pair, name)
-
-    def engine(self, policy, device):
-        engine = self._pair.engine(policy, device)
-        self.policies.append(policy)
-        for block in (block for blocks in engine.models.blocks.values() for block in blocks):
-            if id(block) not in self._hooked:
-                self._hooked.add(id(block))
-                block.register_forward_pre_hook(self._use)
-        return engine
-
-    def _use(self, block: torch.nn.Module, given: tuple[Any, ...]) -> None:
-        use = self.uses
-        self.uses += 1
-        assert all(left() is None for left in self.left), "tensors of the failed step are there"
-        if self._short(use, self.policies[-1]):
-            # A new tensor: the lanes' first tensors are views of the inputs.
-            computed = given[0].clone()
-            self.left += [weakref.ref(given[0]), weakref.ref(computed)]
-            raise type(self._error)(f"{self._error} at use {use}: {list(computed.shape)}")
 
 
 @contextmanager
@@ -76,10 +39,6 @@ def _no_collector():
         gc.enable()
 
 
-def _once(*uses):
-    return lambda use, _: use in uses
-
-
 def test_a_shortage_changes_no_bit(open_pair, make_request):
     request = make_request(steps=3, switch_step=1)
     whole = run(open_pair(), request, RESIDENT)
@@ -90,7 +49,7 @@ def test_a_shortage_changes_no_bit(open_pair, make_request):
         (RESIDENT, [21, 22]),  # twice in one step
         (BLOCK_SWAP(1, 2), [5, 18]),  # before and after the switch
     ):
-        pair = ShortPair(open_pair(), _once(*uses))
+        pair = ShortPair(open_pair(), once(*uses))
         with _no_collector():
             disturbed = run(pair, request, policy)
         assert torch.equal(disturbed.latents, whole.latents)
@@ -101,7 +60,7 @@ def test_a_shortage_changes_no_bit(open_pair, make_request):
 
 
 def test_the_smaller_policy_stays_and_is_reported(open_pair, make_request, caplog):
-    pair = ShortPair(open_pair(), _once(2 * 2 * LAYERS))
+    pair = ShortPair(open_pair(), once(2 * 2 * LAYERS))
     with caplog.at_level(logging.WARNING, "wanstream.sampling"):
         result = run(pair, make_request(), BLOCK_SWAP(2, 1))
     assert pair.policies == [BLOCK_SWAP(2, 1), BLOCK_SWAP(3, 1)]
@@ -146,9 +105,9 @@ def test_errors_that_are_shortages(error, message, short):
 
 def test_oom_error_of_a_library_counts(open_pair, make_request):
     request = make_request()
-    pair = ShortPair(open_pair(), _once(5), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+    pair = ShortPair(open_pair(), once(5), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
     assert len(run(pair, request, RESIDENT).timeline.changes) == 1
-    pair = ShortPair(open_pair(), _once(5), RuntimeError("CUDA error: an illegal memory access"))
+    pair = ShortPair(open_pair(), once(5), RuntimeError("CUDA error: an illegal memory access"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         run(pair, request, RESIDENT)
     assert pair.uses == 6
@@ -158,7 +117,7 @@ def test_oom_error_of_a_library_counts(open_pair, make_request):
 def test_oom_without_a_smaller_policy_takes_chunks(open_pair, make_request, caplog):
     noise = normal(1, 16, 5, 42, 40, seed=1)  # 2100 tokens
     request = make_request(noise=noise, steps=1, switch_step=1, guidance=(1.0, 1.0))
-    pair = ShortPair(open_pair(), _once(LAYERS - 1))
+    pair = ShortPair(open_pair(), once(LAYERS - 1))
     with caplog.at_level(logging.WARNING, "wanstream.sampling"):
         result = run(pair, request)
     assert pair.policies == [LAYERWISE(1), replace(LAYERWISE(1), chunk_tokens=2048)]
@@ -199,7 +158,7 @@ def test_without_a_smaller_policy_the_error_has_attempts(policy, ahead, open_pai
 def test_an_interrupt_ends_a_step_that_is_computed_again(open_pair, make_request):
     inner = open_pair()
     polls = list[int]()
-    pair = ShortPair(inner, _once(2 * LAYERS + 2))
+    pair = ShortPair(inner, once(2 * LAYERS + 2))
 
     def should_stop() -> bool:
         polls.append(len(pair.policies))
@@ -215,7 +174,7 @@ def test_a_shortage_of_a_callback_is_none_of_the_step(open_pair, make_request):
     def preview(_: Any) -> None:
         raise torch.OutOfMemoryError("the preview has no room")
 
-    pair = ShortPair(open_pair(), _once())
+    pair = ShortPair(open_pair(), once())
     with pytest.raises(torch.OutOfMemoryError, match="the preview has no room"):
         run(pair, make_request(), RESIDENT, on_step=preview)
     assert pair.policies == [RESIDENT]
@@ -224,7 +183,7 @@ def test_a_shortage_of_a_callback_is_none_of_the_step(open_pair, make_request):
 @pytest.mark.parametrize(("owner", "name"), [(ExpertPair, "engine"), (EngineRun, "_start")])
 def test_pools_and_buffers_without_room_shrink(owner, name, open_pair, make_request, monkeypatch):
     request = make_request(steps=2, switch_step=1)
-    pair = ShortPair(open_pair(), _once())
+    pair = ShortPair(open_pair(), once())
     shortages = iter([torch.OutOfMemoryError("no room")])
     real = getattr(owner, name)
 
@@ -244,7 +203,7 @@ def test_pools_and_buffers_without_room_shrink(owner, name, open_pair, make_requ
 @pytest.mark.parametrize(("before", "after"), [(LAYERWISE(1), BLOCK_SWAP(1)), (RESIDENT, RESIDENT)])
 def test_a_revised_policy_holds_from_the_second_step_on(before, after, open_pair, make_request):
     records = list[Any]()
-    pair = ShortPair(open_pair(), _once())
+    pair = ShortPair(open_pair(), once())
     request = make_request(steps=3, switch_step=1)
 
     result = run(pair, request, before, revise=lambda record: records.append(record) or after)
@@ -259,7 +218,7 @@ def test_a_revised_policy_holds_from_the_second_step_on(before, after, open_pair
 @pytest.mark.parametrize(("steps", "uses", "revisions"), [(2, [3], 0), (2, [10], 1), (1, [], 0)])
 def test_a_disturbed_or_only_step_revises_nothing(steps, uses, revisions, open_pair, make_request):
     records = list[Any]()
-    pair = ShortPair(open_pair(), _once(*uses))
+    pair = ShortPair(open_pair(), once(*uses))
     run(pair, make_request(steps=steps, switch_step=steps), RESIDENT, revise=records.append)
     assert len(records) == revisions
 

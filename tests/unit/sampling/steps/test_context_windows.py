@@ -12,7 +12,7 @@ from wanstream.sampling.loop.memory import check_room, tokens_of, working_bytes
 from wanstream.sampling.steps.errors import InsufficientMemoryError
 from wanstream.schema import OffloadPolicy
 from wanstream.shapes.context_windows import ContextWindows
-from wanstream.tests.support.sampling.plain_loop import blend_windows, plain_loop
+from wanstream.tests.support.sampling.plain_loop import windowed_loop
 from wanstream.tests.support.sampling.runs import (
     CPU,
     LAYERWISE,
@@ -39,26 +39,6 @@ def make_long(make_request):
         return make_request(**{"batch": batch, "noise": noise, "windows": WINDOWS, **changes})
 
     return make
-
-
-def one_by_one(models, request):
-    """Reference loop: whole models, one forward pass per window and prompt, blended."""
-    settings = request.options.windows
-    condition = request.inputs.image_condition
-
-    def velocity_of(model, step, latents, time, text):
-        def in_window(window: tuple[int, ...]) -> torch.Tensor:
-            seen = latents[:, :, list(window)]
-            if condition is not None:
-                image = condition[:, :, list(window)]
-                if settings.repeat_image:
-                    image[:, :, 0] = condition[:, :, 0]
-                seen = torch.cat([seen, image], dim=1)
-            return model(seen, time, text, return_dict=False)[0]
-
-        return blend_windows(settings, step, latents, in_window)
-
-    return plain_loop(models, request, velocity_of)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +69,7 @@ def test_windows_are_single_passes_put_together(windows, image, open_pair, plain
     channels = 16 if image is None else 36
     request = make_long(windows=windows, image_condition=image)
     found = latents_of(open_pair(in_channels=channels), request)
-    expected = one_by_one(plain_models(in_channels=channels), request)
+    expected = windowed_loop(plain_models(in_channels=channels), request)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
