@@ -52,47 +52,34 @@ def _scheduled(scheduler, schedule, start=0):
     return latents
 
 
-@pytest.mark.parametrize(("steps", "start"), [(1, 0), (3, 0), (8, 3)])
-def test_unipc_is_wan_pipelines_scheduler_to_the_bit(steps, start):
-    scheduler = UniPCMultistepScheduler(**FLOW, flow_shift=5.0)
-    schedule = wan_schedule(steps, 5.0)
-    scheduler.set_timesteps(steps)
-    found = _run(_new("unipc", schedule, start), schedule, start=start)
+SHIFTED = {**FLOW, "flow_shift": 5.0}
+SIMPLE = simple_schedule(8, 5.0)
+"""It starts at a sigma of 1."""
+
+
+@pytest.mark.parametrize(
+    ("solver", "scheduler", "given", "start"),
+    [
+        *(("unipc", UniPCMultistepScheduler(**SHIFTED), steps, 0) for steps in (1, 3)),
+        ("unipc", UniPCMultistepScheduler(**SHIFTED), 8, 3),
+        ("unipc", UniPCMultistepScheduler(**FLOW), np.array(SIMPLE.sigmas[:-1]), 0),
+        ("euler", FlowMatchEulerDiscreteScheduler(shift=5.0), 9, 0),
+        *(("dpm++", DPMSolverMultistepScheduler(**SHIFTED), steps, 0) for steps in (1, 3, 16)),
+        *(("lcm", FlowMatchLCMScheduler(), list(SIMPLE.sigmas[:-1]), start) for start in (0, 2)),
+    ],
+)
+def test_steps_are_those_of_the_scheduler_to_the_bit(solver, scheduler, given, start):
+    """A scheduler is given its number of steps, or our sigmas."""
+    is_ours = not isinstance(given, int)
+    scheduler.set_timesteps(**{"sigmas" if is_ours else "num_inference_steps": given})
+    schedule = SIMPLE if is_ours else explicit_schedule(scheduler.sigmas)
+    found = _run(_new(solver, schedule, start), schedule, start=start)
     assert torch.equal(found, _scheduled(scheduler, schedule, start))
 
 
-def test_unipc_takes_a_first_sigma_of_one_as_the_scheduler_does():
-    scheduler = UniPCMultistepScheduler(**FLOW, flow_shift=1.0)
-    schedule = simple_schedule(8, 5.0)
-    assert schedule.sigmas[0] == 1.0
-    scheduler.set_timesteps(sigmas=np.array(schedule.sigmas[:-1]))
-    assert torch.equal(_run(_new("unipc", schedule), schedule), _scheduled(scheduler, schedule))
-
-
-def test_euler_is_the_flow_match_scheduler_to_the_bit():
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0)
-    scheduler.set_timesteps(9)
-    schedule = explicit_schedule(scheduler.sigmas)
-    assert torch.equal(_run(_new("euler", schedule), schedule), _scheduled(scheduler, schedule))
-
-
-@pytest.mark.parametrize("steps", [1, 3, 16])
-def test_dpm_plus_plus_is_the_multistep_scheduler_to_the_bit(steps):
-    scheduler = DPMSolverMultistepScheduler(**FLOW, flow_shift=5.0)
-    scheduler.set_timesteps(steps)
-    schedule = explicit_schedule(scheduler.sigmas)
-    assert torch.equal(_run(_new("dpm++", schedule), schedule), _scheduled(scheduler, schedule))
-
-
-def test_lcm_is_the_scheduler_with_the_noise_of_each_step():
-    schedule = simple_schedule(5, 5.0)
-    for start in (0, 2):
-        scheduler = FlowMatchLCMScheduler()
-        scheduler.set_timesteps(sigmas=list(schedule.sigmas[:-1]))
-        found = _run(_new("lcm", schedule, start), schedule, start=start)
-        assert torch.equal(found, _scheduled(scheduler, schedule, start))
+def test_lcm_needs_a_seed_for_each_sample():
     with pytest.raises(RequestError, match="noise in every step: give a seed for each sample"):
-        Solver("lcm", schedule)
+        Solver("lcm", SIMPLE)
 
 
 @pytest.mark.parametrize("solver", ["dpm++", "lcm"])
