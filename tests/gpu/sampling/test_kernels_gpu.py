@@ -12,7 +12,6 @@ from wanstream.sampling import denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.rounding import difference
 from wanstream.tests.support.sampling.runs import LAYERWISE, normal
-from wanstream.wan.experts.open import open_experts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,11 +24,8 @@ CLOSE = 2e-2
 
 
 @pytest.fixture
-def pair(tiny_expert_folder):
-    shape = {"layers": 4, "heads": 8, "ffn_dim": 4096, "dtype": torch.bfloat16}
-    folders = [tiny_expert_folder(seed=seed, **shape) for seed in (1, 2)]
-    with open_experts(*folders, compute_dtype=torch.bfloat16) as opened:
-        yield opened
+def pair(open_pair):
+    return open_pair(heads=8, ffn_dim=4096, dtype=torch.bfloat16)
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from wanstream.devices import free_bytes
-from wanstream.sampling import check_room, denoise, working_bytes
-from wanstream.sampling.cache.settings import FirstBlockCache
+from wanstream.sampling import FirstBlockCache, check_room, denoise, working_bytes
 from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens, merge_requests
 from wanstream.sampling.steps import DenoiseResult, InsufficientMemoryError
 from wanstream.schema import OffloadPolicy
@@ -18,7 +17,6 @@ from wanstream.tests.support.accelerator import DTYPE, HAS_REAL
 from wanstream.tests.support.rounding import difference
 from wanstream.tests.support.sampling.runs import LAYERWISE, changed_request, normal
 from wanstream.wan import Nag
-from wanstream.wan.experts.open import open_experts
 
 SIZE = {"heads": 8, "ffn_dim": 4096} if HAS_REAL else {}
 LATENT = (1, 16, 9, 32, 48) if HAS_REAL else (1, 16, 9, 8, 12)
@@ -30,15 +28,13 @@ STILL = ContextWindows(frames=5, overlap=1, shift_windows=False)
 
 
 @pytest.fixture
-def pair(gpu, request, tiny_expert_folder):
+def pair(gpu, request, open_pair):
     """A pair with few layers, or with as many as the test's parameter says.
 
     It is closed while the device exists, and so needs `gpu` first.
     """
     layers = getattr(request, "param", 4 if HAS_REAL else 2)
-    folders = [tiny_expert_folder(seed=s, dtype=DTYPE, layers=layers, **SIZE) for s in (1, 2)]
-    with open_experts(*folders, compute_dtype=DTYPE) as opened:
-        yield opened
+    return open_pair(dtype=DTYPE, layers=layers, **SIZE)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from gguf import GGMLQuantizationType
-from torch import nn
 
 from wanstream.block_kernels import INDUCTOR, Kernels
 from wanstream.offload.formats.decode import decode_tensor
@@ -20,6 +19,7 @@ from wanstream.testing.quantised import q4_k_m, random_groups, save_expert_gguf
 from wanstream.tests.support.rounding import difference
 from wanstream.tests.support.sampling.runs import LAYERWISE, normal
 from wanstream.tests.support.wan.opened_experts import FIRST_TIME, plain_velocity, streamed
+from wanstream.tests.support.wan.quantised_files import round_to_fp8_rows
 from wanstream.wan import Lane
 from wanstream.wan.experts.open import open_experts, open_single_model
 from wanstream.wan.image_encoder import clip_pixels, open_image_encoder
@@ -85,12 +85,8 @@ def test_fp8_files(gpu, layout, tiny_expert_file, make_tiny_expert):
 
 @SOURCES
 def test_fp8_storage(gpu, source, tiny_expert_file, make_tiny_expert):
-    model = make_tiny_expert()
     # On the CPU: a GPU divides by a number by multiplying with its reciprocal.
-    for module in (each for block in model.blocks for each in block.modules()):
-        if isinstance(module, nn.Linear):
-            scale = module.weight.abs().amax(1, keepdim=True) / 448.0
-            module.weight.data = (module.weight / scale).to(FP8).float() * scale
+    model = round_to_fp8_rows(make_tiny_expert())
     check_streamed(gpu, tiny_expert_file(), model, source, storage="fp8")
 
 

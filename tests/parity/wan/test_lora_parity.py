@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,8 @@ from wanstream.tests.support.wan.opened_experts import (
     plain_velocity,
     run_steps,
 )
-from wanstream.wan import Lane
+from wanstream.wan import Lane, open_experts, open_lora
 from wanstream.wan.checkpoint.key_names import native_transformer_name
-from wanstream.wan.experts.open import open_experts
-from wanstream.wan.lora.file import open_lora
 
 pytestmark = [pytest.mark.slow, pytest.mark.parity]  # merges LoRAs into whole models with diffusers
 
@@ -36,11 +33,6 @@ FUSED = [
     *((spelling, biases, LAYERWISE) for spelling, biases in DIFFUSERS_READS.items()),
     *(("lightning", True, policy) for policy in (RESIDENT, PINNED, SWAP)),
 ]
-
-
-@pytest.fixture
-def pair(open_pair):
-    return open_pair()
 
 
 def run_plain(models, lane):
@@ -96,21 +88,6 @@ def test_a_stack_of_two(pair, fused, lora_file, lane):
     expected = run_plain(fused(*loras), lane)
     set_loras(pair, *loras)
     assert distance(run_steps(pair, lane), expected) <= TOLERANCE
-
-
-@pytest.mark.parametrize("settings", [{"lora_alpha": 2}, {"lora_alpha": 2, "use_rslora": True}])
-def test_settings_in_the_header_are_those_of_diffusers(pair, fused, lora_file, lane, settings):
-    modules = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
-    patterns = {"rank_pattern": {}, "alpha_pattern": {"blocks.1.attn1.to_k": 1.0}}
-    adapter = {"r": 4, **settings, **patterns, "target_modules": modules}
-    text = json.dumps({f"transformer.{name}": value for name, value in adapter.items()})
-    how = {"seed": 3, "style": "diffusers", "biases": False}
-    path = lora_file(**how, metadata={"lora_adapter_metadata": text, "format": "pt"})
-    expected = run_plain(fused([(path, 1.0)]), lane)
-    set_loras(pair, [(path, 1.0)])
-    assert distance(run_steps(pair, lane), expected) <= TOLERANCE
-    set_loras(pair, [(lora_file(**how), 1.0)])
-    assert distance(run_steps(pair, lane), expected) > 1e-3
 
 
 def test_differences_and_products_of_all_parameters(pair, plain_models, lora_file, lane):

@@ -15,9 +15,8 @@ from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.tests.support.sampling.plain_loop import plain_loop
 from wanstream.tests.support.sampling.runs import SHAPE, normal
 from wanstream.tests.support.wan.opened_experts import whole_model
-from wanstream.wan import ExpertPair
+from wanstream.wan import ExpertEngine, ExpertPair
 from wanstream.wan.experts import engine
-from wanstream.wan.experts.engine import ExpertEngine
 from wanstream.wan.experts.open import open_experts, open_single_model
 
 HIGH = 1
@@ -56,14 +55,15 @@ def closed_after_test():
 
 @pytest.fixture
 def open_pair(tiny_expert_folder, closed_after_test):
-    """`open_pair(high=1, low=2, dtype=float32, **shape)`: a pair with these seeds.
+    """`open_pair(high=1, low=2, dtype=float32, compute_dtype=dtype, **shape)`: with these seeds.
 
     The pair is closed after the test.
     """
 
-    def make(*, high: int = HIGH, low: int = LOW, dtype=torch.float32, **shape: int) -> ExpertPair:
+    def make(*, high=HIGH, low=LOW, dtype=torch.float32, compute_dtype=None, **shape):
         folders = [tiny_expert_folder(seed=seed, dtype=dtype, **shape) for seed in (high, low)]
-        return closed_after_test.enter_context(open_experts(*folders, compute_dtype=dtype))
+        opened = open_experts(*folders, compute_dtype=compute_dtype or dtype)
+        return closed_after_test.enter_context(opened)
 
     return make
 
@@ -114,9 +114,6 @@ def plain_denoise():
 
 
 def plain_velocity(request, model, step, latents, time, text) -> torch.Tensor:
-    condition = request.inputs.image_condition
-    if condition is not None:
-        latents = torch.cat([latents, condition.expand(request.batch, -1, -1, -1, -1)], dim=1)
     texts = text.expand(request.batch, -1, -1)
     forwards = [
         model(sample[None].to(model.dtype), time, own[None].to(model.dtype), return_dict=False)[0]

@@ -119,17 +119,16 @@ def lightning(make_tiny_expert):
 def lora_file(tmp_path, lightning):
     """Return a function that writes a LoRA file and returns the path.
 
-    `lora_file(tensors=None, seed=0, style="lightning", biases=True, metadata=None)` is the
-    call.
+    `lora_file(tensors=None, seed=0, style="lightning", biases=True)` is the call.
     """
     count = iter(range(1000))
 
-    def write(tensors=None, *, seed=0, style="lightning", biases=True, metadata=None):
+    def write(tensors=None, *, seed=0, style="lightning", biases=True):
         path = tmp_path / f"lora_{next(count)}.safetensors"
         if tensors is None:
             tensors = spelt(lightning(seed=seed), STYLES[style], biases=biases)
         stored = {key: tensor.contiguous() for key, tensor in tensors.items()}
-        save_file(stored, path, dict(metadata or {"format": "pt"}))
+        save_file(stored, path, {"format": "pt"})
         return path
 
     return write

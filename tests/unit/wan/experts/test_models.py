@@ -14,10 +14,9 @@ from wanstream.offload.sources import InsufficientRamError, read_tensors
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.wan.fixtures import wait_for_embedders
 from wanstream.tests.support.wan.opened_experts import whole_model
+from wanstream.wan import ExpertEngine
 from wanstream.wan.checkpoint.meta_model import embedder_part
-from wanstream.wan.experts.engine import ExpertEngine
 from wanstream.wan.experts.models import ExpertModels
-from wanstream.wan.experts.open import open_experts
 from wanstream.wan.transformer.embedders import MAX_EXTRA_ROWS, CachedEmbedder
 
 H = "high"
@@ -31,10 +30,8 @@ def _text(seed: int, tokens: int = 5) -> torch.Tensor:
 
 
 @pytest.fixture
-def pair(tiny_expert_folder):
-    folders = [tiny_expert_folder(seed=seed) for seed in (1, 2)]
-    with open_experts(*folders, compute_dtype=BF16) as pair:
-        yield pair
+def pair(open_pair):
+    return open_pair(compute_dtype=BF16)
 
 
 @pytest.fixture

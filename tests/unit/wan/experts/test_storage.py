@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from wanstream.offload.formats import decode_work_bytes
-from wanstream.offload.sharding.group import Sharded
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.reader import HAS_DIRECT
 from wanstream.plan.memory import RAW_SLOTS
 from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.shapes import T2V_A14B
+from wanstream.tests.support.offload.fixtures import ThreadGroup
 from wanstream.tests.support.wan.opened_experts import LAYERWISE, SWAP, streamed, wan_config
 from wanstream.tests.support.wan.process_counters import io_bytes, memory_bytes
 from wanstream.wan.experts.open import open_experts
@@ -45,27 +45,11 @@ def test_resident_bytes_of_the_real_model():
     assert resident_bytes(A14B, BF16) == resident
 
 
-class Only:
-    """Single-rank group."""
-
-    rank = 0
-    size = 1
-
-    def compare(self, said):
-        return (said,)
-
-    def all_gather(self, into, own):
-        into.copy_(own)
-
-    def abort(self):
-        raise AssertionError("a group of one rank cannot fail")
-
-
 def test_resident_shards_are_predicted(tiny_expert_file):
     file = tiny_expert_file()
     with open_experts(file, file, compute_dtype=FP32) as pair:
         plain = pair.device_bytes(SWAP, device="cpu")
-        pair.shard(Sharded(gather=Only(), on_device=True))
+        pair.shard(*ThreadGroup(1).ranks(on_device=True))
         predicted = pair.device_bytes(SWAP, device="cpu")
         assert predicted - plain == 2 * 4 * pair.block_bytes.stored
         engine = pair.engine(SWAP, "cpu")
@@ -76,9 +60,9 @@ def test_resident_shards_are_predicted(tiny_expert_file):
                 with run.visit(*visit):
                     pass
         assert (pair.loaded_bytes, pair.host_bytes) == (predicted, 0)
-        pair.shard(Sharded(gather=Only(), on_device=True))
+        pair.shard(*ThreadGroup(1).ranks(on_device=True))
         assert pair.engine(SWAP, "cpu") is engine, "another meeting with the same shards"
-        for other in (Sharded(gather=Only()), None):
+        for other in (*ThreadGroup(1).ranks(), None):
             pair.shard(other)
             assert pair.device_bytes(SWAP, device="cpu") == plain
             before = engine

@@ -21,8 +21,7 @@ from wanstream.tests.support.sampling.runs import (
     run,
 )
 from wanstream.tests.support.wan.blocks import block_inputs, computed, diffusers_block
-from wanstream.wan import Nag
-from wanstream.wan.lora.file import open_lora
+from wanstream.wan import Nag, open_lora
 from wanstream.wan.measurement.meter import _set_codes
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
 from wanstream.wan.transformer.compiled_block import BlockCompiler, get_compiler
@@ -82,22 +81,25 @@ def test_replaced_weights_need_no_new_graph(originals):
     assert torch.equal(after, computed(block, *block_inputs(9), compiler=None))
 
 
-def test_loras_of_any_rank_beside_int8_need_no_new_graph(originals, monkeypatch):
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
+def test_loras_of_any_rank_beside_codes_need_no_new_graph(codes, originals, monkeypatch):
     """With a patch, comfy-kitchen's kernel cannot activate tokens: no graph may depend on it."""
     monkeypatch.setattr(Int8Linear, "compute", Int8Linear._by_torch)
     compiler = Counting()
     block = WanBlock(originals[0], BlockSettings(compiler=compiler))
-    layers = _set_codes(block, "int8", 0)
+    layers = _set_codes(block, codes, 0)
     Multiplications(device=torch.device("cpu")).prepare(layers)
     given, results = block_inputs(9), []
     for rank in (0, 4, 8):
         for layer in layers:
-            assert isinstance(layer, Int8Linear)
             layer.kitchen_dtype = 2
             if rank:
                 layer.patch_up = torch.ones(layer.out_features, rank)
                 layer.patch_down = torch.ones(rank, layer.in_features)
-        results.append(computed(block, *given))
+        results.append(computed(block, *given, compiler=compiler))
+        for layer in layers:
+            layer.kitchen_dtype = None
+        assert torch.equal(results[-1], computed(block, *given, compiler=None))
     assert compiler.graphs == 1
     assert not torch.equal(results[0], results[1])
 
@@ -124,8 +126,6 @@ def test_chunks_go_without_graphs_and_both_come_and_go(originals, caplog):
 EAGER = Kernels(compiler="eager")
 TRACED = Kernels(compiler="aot_eager")
 """torch backends that trace graphs without compiling, so results are bit-equal to eager blocks."""
-SWAP = OffloadPolicy.block_swap(1, 1)
-RESIDENT = OffloadPolicy.resident(source="pinned")
 
 
 @pytest.fixture
@@ -152,8 +152,8 @@ def test_experts_and_loras_need_one_graph(
         (0, first, LAYERWISE, 0.0),
         (0, first, LAYERWISE, 0.0),
         (0, make_request(guidance=(1.0, 5.0), solver="unipc", batch=2), LAYERWISE, 1.0),
-        (0, make_request(positive=normal(1, 11, 4096, seed=4)), SWAP, 0.5),
-        (0, first, RESIDENT, 0.0),
+        (0, make_request(positive=normal(1, 11, 4096, seed=4)), OffloadPolicy.block_swap(1), 0.5),
+        (0, first, OffloadPolicy.resident(source="pinned"), 0.0),
         (1, first, LAYERWISE, 1.0),
     ]
 
