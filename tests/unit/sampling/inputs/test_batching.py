@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.sampling import run_digest
-from wanstream.sampling.cache import EasyCache, FirstBlockCache
+from wanstream.sampling import EasyCache, FirstBlockCache, run_digest
 from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens, merge_requests, split_request
 from wanstream.sampling.steps import RequestError
 from wanstream.shapes import ContextWindows
@@ -221,18 +220,14 @@ def test_parts_are_samples_of_the_whole_to_the_bit(case, sizes, open_short, open
 def test_a_part_carries_nothing_of_the_others(make_request):
     without = make_request(batch=2, negative=None, guidance=(1.0, 1.0))
     assert [part.negative for part in split_request(without, (1, 1))] == [None, None]
-    for part in split_request(make_request(batch=3), (1, 1, 1)):
-        for tensor in (part.noise, part.positive, part.negative):
-            assert tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
-def test_a_part_sees_the_images_of_its_samples(make_request):
     one, three = (normal(count, 17, 80, seed=70) for count in (1, 3))
     for seen, expected in ((one, [one, one]), (three, [three[:1], three[1:]])):
         parts = split_request(make_request(batch=3, image_embedding=seen), (1, 2))
         for part, own in zip(parts, expected, strict=True):
-            assert torch.equal(part.inputs.image_embedding, own)
-            assert part.inputs.image_embedding.untyped_storage().nbytes() == own.nbytes
+            image = part.inputs.image_embedding
+            assert torch.equal(image, own)
+            for tensor in (part.noise, part.positive, part.negative, image):
+                assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_all_samples_are_the_request_itself(make_request):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ CONTROL = torch.cat([IMAGE.flip(2), IMAGE], dim=1)
 SEEN = normal(1, 17, 80, seed=9)
 
 
-def _empty(*shape: int) -> dict[str, Any]:
+def _empty(*shape):
     return {"samples": torch.zeros(shape)}
 
 
@@ -36,16 +35,16 @@ START = torch.ones(1, 1, 3, 4, 6)
 START[:, :, :1] = 0
 
 
-def _cond(**options: Any) -> list[list[Any]]:
+def _cond(**options):
     return [[TEXT, {"pooled_output": None, **options}]]
 
 
-def _image(image: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> Any:
+def _image(image, mask=None, **options):
     given = {} if mask is None else {"concat_mask": mask}
     return _cond(concat_latent_image=image, **given, **options)
 
 
-def _clip(states: torch.Tensor) -> Any:
+def _clip(states):
     """Return a conditioning with CLIP_VISION_OUTPUT, of which only one attribute is read."""
     output = SimpleNamespace(penultimate_hidden_states=states, image_embeds=None)
     return _cond(clip_vision_output=output)

@@ -128,15 +128,12 @@ def test_a_value_too_large_to_search_is_refused(monkeypatch):
         accept(from_next_year=[[] for _ in range(100)])
 
 
+RANGES = ("start_percent", "end_percent", "clip_start_percent", "clip_end_percent")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"start_percent": 0.5}, "range of steps"),
-        ({"end_percent": 0.5}, "range of steps"),
-        ({"clip_start_percent": 0.1}, "range of steps"),
-        ({"clip_end_percent": 0.9}, "range of steps"),
-        ({"strength": 0.0}, "strength 0"),
-    ],
+    [*(({key: 0.5}, "range of steps") for key in RANGES), ({"strength": 0.0}, "strength 0")],
 )
 def test_entries_for_a_part_of_the_run_are_refused(options, message):
     with pytest.raises(ConditioningError, match=message):

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from wanstream.nodes.runs.benchmark import describe_request
-from wanstream.sampling.cache import FirstBlockCache
-from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling import DenoiseRequest, FirstBlockCache
 from wanstream.sampling.steps import Guidance, RequestError, StepSettings
 from wanstream.shapes import ContextWindows
 from wanstream.wan import Nag

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from wanstream.host.embedded.adapter import EmbeddedHost
-from wanstream.host.embedded.files import Folders
-from wanstream.wan.text import open_text_encoder
-from wanstream.wan.text.embedding_cache import EmbeddingCache
+from wanstream.host.embedded import EmbeddedHost, Folders
+from wanstream.wan.text import EmbeddingCache, open_text_encoder
 
 CPU = torch.device("cpu")
 
@@ -21,15 +20,6 @@ class CountedEncoder:
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
-
-    def __call__(self, path, **_):
-        return self
-
-    def __enter__(self) -> CountedEncoder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def encode(self, texts, **_):
         self.calls.append(list(texts))
@@ -46,7 +36,8 @@ def encoder():
 
 @pytest.fixture
 def kept(encoder):
-    return EmbeddingCache(max_bytes=16 * 4 * 4 * 2, open_encoder=encoder)
+    opened = lambda *_, **__: nullcontext(encoder)  # noqa: E731
+    return EmbeddingCache(max_bytes=16 * 4 * 4 * 2, open_encoder=opened)
 
 
 @pytest.fixture

@@ -180,14 +180,6 @@ def test_no_token_gets_a_copy_of_its_rows(chunk):
     assert max(each.untyped_storage().nbytes() for each in made) < 3 * hidden.nbytes
 
 
-@pytest.mark.parametrize("name", ["exact", "torch"])
-def test_alpha_of_zero_is_the_first_text_alone(name):
-    block, (hidden, texts, *others) = case_of("two texts", FP32)
-    ours = WanBlock(block, BlockSettings(math=math_of(name), nag=Nag(alpha=0.0)))
-    alone = computed(ours, hidden, texts[0], *others)
-    assert torch.equal(computed(ours, hidden, texts, *others), alone)
-
-
 def test_attention_to_an_image_is_added_to_the_guided_one():
     block, (hidden, rows, temb, tables) = case_of("image", FP32)
     attn, negative = block.attn2, rows[:, :5].neg()

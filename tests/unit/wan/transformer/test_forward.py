@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,8 +11,7 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.tests.support.wan.blocks import with_our_blocks
 from wanstream.tests.support.wan.opened_experts import plain_velocity
-from wanstream.wan.transformer.forward import forward_lanes
-from wanstream.wan.transformer.lane import Lane
+from wanstream.wan import Lane, forward_lanes
 
 T2V, I2V = 16, 36
 
@@ -77,25 +76,6 @@ def test_odd_sides_repeat_the_first_row_and_column(expert, in_channels, size):
     assert torch.equal(other, plain_velocity(model, even, 875.0))
     tokens = 3 * len(rows) * len(columns) // 4
     assert odd.tokens((1, 2, 2)) == whole.tokens((1, 2, 2)) == tokens
-
-
-def test_each_block_is_visited_once_for_all_lanes(expert):
-    model = expert(T2V)
-    events = []
-    ours = with_our_blocks(model)
-    for index, block in enumerate(ours.blocks):
-        block.register_forward_hook(lambda *_, index=index: events.append(f"block {index}"))
-
-    @contextmanager
-    def visit(index):
-        events.append(f"enter {index}")
-        yield
-        events.append(f"leave {index}")
-
-    lanes = lanes_for(model, [(1, 4, 4, 3), (1, 4, 4, 5)])
-    forward_lanes(ours, lanes, torch.tensor([500.0]), visit)
-    steps = ("enter", "block", "block", "leave")
-    assert events == [f"{step} {block}" for block in range(3) for step in steps]
 
 
 def test_hooks_of_the_outer_modules_fire(expert):

@@ -32,12 +32,10 @@ from wanstream.wan.transformer.per_frame_timestep import (
 )
 
 FP32 = torch.float32
-SHAPE = {"in_channels": 48, "layers": 3}
 FREEDOM = (0.0, 1.0, 0.25)
-Scales = tuple[float, ...] | None
 
 
-def _lane(timestep_scales: Scales = FREEDOM) -> Lane:
+def _lane(timestep_scales=FREEDOM):
     latents = normal(1, 48, 3, 4, 6, seed=1)
     return Lane(latents=latents, text=normal(1, 7, 4096, seed=2), timestep_scales=timestep_scales)
 
@@ -46,7 +44,7 @@ def _lane(timestep_scales: Scales = FREEDOM) -> Lane:
     ("scales", "dtype"), [(None, FP32), (FREEDOM, torch.bfloat16), ((0.5, 0.5, 0.5), FP32)], ids=str
 )
 def test_lane_equals_the_model_with_a_timestep_for_every_token(scales, dtype, tiny_expert_folder):
-    folder = tiny_expert_folder(**SHAPE)
+    folder = tiny_expert_folder(in_channels=48, layers=3)
     lane = _lane(scales)
     times = torch.tensor(scales or (1.0,) * 3).repeat_interleave(2 * 3)[None] * FIRST_TIME
     expected = plain_velocity(whole_model(folder, dtype), lane, times).float()
