@@ -10,9 +10,7 @@ from wanstream.testing.weights import make_tiny_vae
 from wanstream.tests.support.accelerator import HAS_REAL
 from wanstream.tests.support.sampling.runs import normal
 from wanstream.wan.latents import WAN21
-from wanstream.wan.vae.memory import choose_tiling
-from wanstream.wan.vae.tiles import Tiling
-from wanstream.wan.vae.vae import WanVae, open_vae, retry_with_smaller_tiles
+from wanstream.wan.vae import Tiling, WanVae, choose_tiling, open_vae, retry_with_smaller_tiles
 
 HEIGHT, WIDTH = (384, 512) if HAS_REAL else (192, 256)
 

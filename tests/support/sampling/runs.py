@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.sampling import denoise
-from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.sampling.steps import DenoiseResult
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
@@ -18,7 +17,6 @@ SHAPE = (1, 16, 2, 4, 6)
 CPU = torch.device("cpu")
 LAYERWISE = OffloadPolicy.layerwise(1)
 
-MakeRequest = Callable[..., DenoiseRequest]
 Models = Mapping[str, WanTransformer3DModel]
 
 

@@ -11,16 +11,14 @@ import torch
 from wanstream.block_kernels.block_math import TorchMath
 from wanstream.nodes.runs.benchmark import describe_request
 from wanstream.plan.programs.visits import SkipRule
-from wanstream.sampling import request_run_shape, run_digest, working_bytes
+from wanstream.sampling import lane_names, request_run_shape, run_digest, working_bytes
 from wanstream.sampling.cache.base import PassStart, Stage
 from wanstream.sampling.cache.first_block import FirstBlockSteps
 from wanstream.sampling.cache.mag_table import MagTable
 from wanstream.sampling.cache.settings import FirstBlockCache, MagCache, policy_with_cache
 from wanstream.sampling.estimate import predicted_timeline
 from wanstream.sampling.inputs import merge_requests
-from wanstream.sampling.loop.lanes import lane_names
-from wanstream.sampling.steps import RequestError
-from wanstream.sampling.steps.parallel import LOCAL_FORWARD
+from wanstream.sampling.steps import LOCAL_FORWARD, RequestError
 from wanstream.tests.support.plan_fixtures import CPU_MACHINE
 from wanstream.tests.support.sampling.runs import CPU, LAYERWISE
 from wanstream.tests.support.wan.blocks import with_our_blocks

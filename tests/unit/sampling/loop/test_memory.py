@@ -21,16 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from wanstream.block_kernels import EXACT, Int8Linear, Kernels, replace_linears
 from wanstream.devices.machine.available_ram import ESTIMATE_MARGIN
 from wanstream.offload.formats import FP8, EightBit
-from wanstream.sampling import check_room, lane_names, run_shape, working_bytes
+from wanstream.sampling import FirstBlockCache, check_room, lane_names, run_shape, working_bytes
 from wanstream.sampling.cache import Stage
-from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens
 from wanstream.sampling.loop.memory import tokens_of
 from wanstream.sampling.loop.oom_fallback import LATENT_COPIES, RunPolicy
 from wanstream.sampling.steps import InsufficientMemoryError, Side
 from wanstream.schema import OffloadPolicy
-from wanstream.shapes import T2V_A14B, ExpertShape, KernelNeeds, VideoShape, expert
-from wanstream.shapes.expert import IMAGE_TOKENS
+from wanstream.shapes import IMAGE_TOKENS, T2V_A14B, ExpertShape, KernelNeeds, VideoShape, expert
 from wanstream.tests.support.offload.alive_tensors import Alive
 from wanstream.tests.support.sampling.runs import CPU, LAYERWISE, run
 from wanstream.tests.support.wan.blocks import with_our_blocks

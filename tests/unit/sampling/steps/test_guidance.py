@@ -13,9 +13,8 @@ import torch
 
 from wanstream.distributed.driver.driver import stage_steps
 from wanstream.plan.programs import SkipRule
-from wanstream.sampling import LaneInputs, request_run_shape, working_bytes
+from wanstream.sampling import LaneInputs, calibrate, request_run_shape, working_bytes
 from wanstream.sampling.cache.settings import EasyCache, FirstBlockCache, MagCache
-from wanstream.sampling.calibrate import calibrate
 from wanstream.sampling.inputs import ExtraTokens
 from wanstream.sampling.loop.lanes import names_at
 from wanstream.sampling.loop.memory import extra_tokens_of

@@ -21,10 +21,9 @@ from wanstream.tests.support.offload.edited_files import Change, Edits, Tensors,
 from wanstream.tests.support.wan.number_formats import MixedLayout, json_tensor, mixture
 from wanstream.tests.support.wan.opened_experts import assert_holds
 from wanstream.tests.support.wan.quantised_files import Form, Fp8Layout, dequantised
+from wanstream.wan.checkpoint import open_expert, unmarked_layers
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.checkpoint.key_names import parameter_names
-from wanstream.wan.checkpoint.open import open_expert
-from wanstream.wan.checkpoint.quantised_layers import unmarked_layers
 from wanstream.wan.experts.storage import Precision, block_bytes, block_source
 
 E4M3 = torch.float8_e4m3fn

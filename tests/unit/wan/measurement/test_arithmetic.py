@@ -16,8 +16,6 @@ from wanstream.wan.measurement import arithmetic as module
 from wanstream.wan.measurement import measured_arithmetic, with_resolved_precision
 
 CPU, FP32 = torch.device("cpu"), torch.float32
-Patch = pytest.MonkeyPatch
-INT8_ROWS = MixedLayout(format_of=lambda _: "int8 rows")
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +27,12 @@ def _nothing_measured(monkeypatch, tmp_path):
 @pytest.fixture
 def int8_ref(make_tiny_expert, tmp_path):
     path = tmp_path / "int8.safetensors"
-    save_expert_file(make_tiny_expert(seed=0), path, dtype=FP32, quantised=INT8_ROWS)
+    rows = MixedLayout(format_of=lambda _: "int8 rows")
+    save_expert_file(make_tiny_expert(seed=0), path, dtype=FP32, quantised=rows)
     return ExpertsRef(high_noise=path, single=True, compute_dtype="float32", arithmetic="auto")
 
 
-def measures(monkeypatch: Patch, **visits: float) -> None:
+def measures(monkeypatch, **visits):
     """Treat the CPU as a device whose visits take 1 s, or in 8 bits the given seconds."""
     times = {
         name: BlockTimes(visit_s=visit_s, products_s=0.1, attention_s=0.1, parts={}, decode_s=0.2)
