@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.driver.driver import Driver
+from wanstream.distributed import Driver, InProcessPool
 from wanstream.distributed.messages import RunTask
-from wanstream.distributed.transport.in_process import InProcessPool
 from wanstream.sampling import denoise
 from wanstream.sampling.steps import StepProgress
 from wanstream.schema import Mesh

@@ -9,8 +9,7 @@ import torch
 
 from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling.cache.settings import EasyCache, FirstBlockCache
-from wanstream.schema import OffloadPolicy
-from wanstream.schema.mesh import Mesh
+from wanstream.schema import Mesh, OffloadPolicy
 from wanstream.schema.refs import ExpertsRef
 from wanstream.shapes.context_windows import ContextWindows
 from wanstream.tests.support.distributed.reports import Reports

@@ -12,12 +12,10 @@ import torch
 
 from wanstream.distributed.worker.parallel_forward import backend_for
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
-from wanstream.schema import OffloadPolicy, parse_step_strengths
-from wanstream.schema.mesh import Mesh, MeshError
+from wanstream.schema import Mesh, MeshError, OffloadPolicy, parse_step_strengths
 from wanstream.schema.refs import ExpertsRef, LoraRef
 from wanstream.shapes.context_windows import ContextWindows
-from wanstream.testing import experts
-from wanstream.testing.experts import make_lora
+from wanstream.testing import experts, make_lora
 from wanstream.tests.support.distributed import split_jobs
 from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.wan import Nag

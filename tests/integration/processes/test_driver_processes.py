@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.distributed import wire_traffic
+from wanstream.distributed import Driver, WorkerFailedError, wire_traffic
 from wanstream.distributed.driver import driver as driver_module
-from wanstream.distributed.driver.driver import Driver
-from wanstream.distributed.driver.worker_group import WorkerFailedError
 from wanstream.sampling import request_run_shape
 from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens
 from wanstream.sampling.steps import SamplingCancelled, StepProgress

@@ -17,8 +17,7 @@ import torch
 from wanstream.distributed.worker.groups import GroupsState, ProcessGroups, group_members
 from wanstream.distributed.worker.parallel_forward import group_forward
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
-from wanstream.schema import StateError
-from wanstream.schema.mesh import Mesh
+from wanstream.schema import Mesh, StateError
 from wanstream.tests.support.distributed import split_jobs
 
 LOOPBACK = "127.0.0.1"

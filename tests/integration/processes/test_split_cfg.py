@@ -7,8 +7,7 @@ import os
 import pytest
 import torch
 
-from wanstream.schema import OffloadPolicy
-from wanstream.schema.mesh import Mesh, lanes_of_rank
+from wanstream.schema import Mesh, OffloadPolicy, lanes_of_rank
 from wanstream.schema.refs import ExpertsRef
 from wanstream.shapes.context_windows import ContextWindows
 from wanstream.tests.support.distributed import split_jobs

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wanstream.schema import OffloadPolicy
-from wanstream.schema.mesh import Mesh
+from wanstream.schema import Mesh, OffloadPolicy
 from wanstream.schema.refs import ExpertsRef
 from wanstream.shapes.context_windows import ContextWindows
 from wanstream.tests.support.distributed.fixtures import normal

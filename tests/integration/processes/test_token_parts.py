@@ -10,19 +10,15 @@ import pytest
 import torch
 
 from wanstream.plan.programs.visits import SkipRule
-from wanstream.sampling import denoise
-from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
-from wanstream.sampling.calibrate import calibrate
+from wanstream.sampling import FirstBlockCache, MagCache, calibrate, denoise
 from wanstream.sampling.inputs import ExtraTokens
-from wanstream.schema import OffloadPolicy
-from wanstream.schema.mesh import Mesh, MeshError
+from wanstream.schema import Mesh, MeshError, OffloadPolicy
 from wanstream.schema.refs import ExpertsRef
 from wanstream.shapes import ContextWindows
 from wanstream.tests.support.distributed import split_jobs
 from wanstream.tests.support.distributed.fixtures import normal
 from wanstream.tests.support.rounding import ROUNDING, difference
-from wanstream.wan import Nag
-from wanstream.wan.experts.open import ExpertsRegistry
+from wanstream.wan import ExpertsRegistry, Nag
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 CHUNKED = replace(LAYERWISE, chunk_tokens=8)

@@ -21,8 +21,7 @@ from wanstream.sampling import working_bytes
 from wanstream.sampling.steps import SamplingCancelled
 from wanstream.schema import Mesh, OffloadPolicy, parse_step_strengths
 from wanstream.schema.refs import ExpertsRef, LoraRef
-from wanstream.testing.experts import make_lora, save_lora
-from wanstream.testing.quantised import save_expert_gguf
+from wanstream.testing import make_lora, save_expert_gguf, save_lora
 from wanstream.tests.support.distributed.reports import Reports
 from wanstream.tests.support.distributed.split_jobs import join_groups, rendezvous
 from wanstream.tests.support.wan.quantised_files import matrices

@@ -15,14 +15,11 @@ from typing import Any
 
 import torch
 
-from wanstream.distributed.driver.driver import Driver
-from wanstream.distributed.ray.pool import RayPool
-from wanstream.sampling import denoise
-from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.distributed import Driver, RayPool
+from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.sampling.steps import StepProgress
 from wanstream.schema import Mesh, OffloadPolicy
-from wanstream.schema.refs import ExpertsRef, WorkersRef
-from wanstream.schema.refs.workers import path_maps
+from wanstream.schema.refs import ExpertsRef, WorkersRef, path_maps
 from wanstream.wan.experts.open import ExpertsRegistry
 from wanstream.wan.latents import tensor_digest
 

@@ -15,16 +15,13 @@ import psutil
 import pytest
 import torch
 
-from wanstream.distributed.driver.decode import decode_in_shared_tiles
-from wanstream.distributed.driver.driver import Driver
-from wanstream.distributed.messages import DecodeTask
+from wanstream.distributed import DecodeTask, Driver, decode_in_shared_tiles
 from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.steps import SamplingCancelled, StepProgress
 from wanstream.schema import Mesh
 from wanstream.schema.refs import WorkersRef
 from wanstream.tests.support.memory_folder import names_in_shared_memory
-from wanstream.wan.vae.tiles import Tiling
-from wanstream.wan.vae.vae import open_vae
+from wanstream.wan.vae import Tiling, open_vae
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow

@@ -17,15 +17,12 @@ import psutil
 import pytest
 import torch
 
-from wanstream.distributed.driver.driver import Driver
+from wanstream.distributed import Driver, RayPool, WorkerLostError
 from wanstream.distributed.ray.environment import RaySetupError, import_ray
-from wanstream.distributed.ray.pool import RayPool
-from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.sampling.steps import RequestError, SamplingCancelled
 from wanstream.schema import Mesh
-from wanstream.schema.refs import ExpertsRef, WorkersRef
-from wanstream.schema.refs.workers import WorkersError
+from wanstream.schema.refs import ExpertsRef, WorkersError, WorkersRef
 from wanstream.tests.support.distributed.reports import Reports, latents_of
 
 ray = pytest.importorskip("ray")

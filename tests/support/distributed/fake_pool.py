@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from wanstream.distributed.driver.driver import Driver
+from wanstream.distributed import Driver, WorkerLostError
 from wanstream.distributed.messages import (
     RendezvousSpec,
     RunTask,
@@ -27,7 +27,6 @@ from wanstream.distributed.messages import (
     TaskResult,
     WorkerFacts,
 )
-from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.sampling.inputs import DenoiseRequest

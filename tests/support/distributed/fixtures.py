@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from wanstream.distributed.messages import RunTask
-from wanstream.sampling import denoise
-from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.distributed.processes import Processes

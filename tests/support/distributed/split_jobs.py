@@ -28,8 +28,7 @@ from wanstream.distributed.worker.groups import ProcessGroups
 from wanstream.distributed.worker.parallel_forward import group_forward
 from wanstream.sampling import denoise
 from wanstream.sampling.steps import RunSlice, SamplingCancelled
-from wanstream.schema import OffloadPolicy
-from wanstream.schema.mesh import Mesh
+from wanstream.schema import Mesh, OffloadPolicy
 from wanstream.schema.refs import ExpertsRef
 from wanstream.shapes import ExpertShape
 from wanstream.testing.weights import TinyShape, make_expert
@@ -37,9 +36,8 @@ from wanstream.tests.support.distributed.processes import Processes
 from wanstream.tests.support.wan.blocks import with_our_blocks
 from wanstream.tests.support.wan.int8_attention import exact_attention, kitchen
 from wanstream.tests.support.wan.quantised_files import in_dtype
-from wanstream.wan import Lane, forward_lanes
+from wanstream.wan import ExpertsRegistry, Lane, forward_lanes
 from wanstream.wan.experts import engine
-from wanstream.wan.experts.open import ExpertsRegistry
 from wanstream.wan.transformer.compiled_block import get_compiler
 
 LOOPBACK = "127.0.0.1"

@@ -9,8 +9,7 @@ import pytest
 
 from wanstream.distributed.clusters import check_address, cluster_named, read_clusters
 from wanstream.schema import is_loopback
-from wanstream.schema.refs import PathMap, WorkersRef
-from wanstream.schema.refs.workers import WorkersError
+from wanstream.schema.refs import PathMap, WorkersError, WorkersRef
 
 one = partial(WorkersRef, count=1)
 

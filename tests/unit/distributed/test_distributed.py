@@ -8,8 +8,7 @@ import pytest
 from wanstream.distributed.ray.environment import RaySetupError
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
-from wanstream.offload.formats.quantise import NotFiniteError
-from wanstream.offload.formats.safetensors_header import CheckpointFileError
+from wanstream.offload.formats import CheckpointFileError, NotFiniteError
 from wanstream.sampling import steps
 from wanstream.schema import OffloadPolicy
 from wanstream.wan.checkpoint.files import CheckpointError

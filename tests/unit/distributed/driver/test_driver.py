@@ -16,12 +16,11 @@ from unittest import mock
 import pytest
 import torch
 
+from wanstream.distributed import RestartLimitError, WorkerFailedError
 from wanstream.distributed.driver import driver as driver_module
 from wanstream.distributed.driver.driver import handover_interval_s
-from wanstream.distributed.driver.stage_run import RestartLimitError
-from wanstream.distributed.driver.worker_group import WorkerFailedError
+from wanstream.sampling import DenoiseRequest
 from wanstream.sampling import steps as sampling
-from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.schema import Mesh, MeshError, OffloadPolicy, StateError
 from wanstream.tests.support.distributed.fake_pool import FakePool, FakeWorker, Fault, driver_of
 

@@ -10,18 +10,16 @@ import threading
 
 import pytest
 
-from wanstream.distributed.driver.driver import Driver
+from wanstream.distributed import Driver, RestartLimitError, WorkerLostError
 from wanstream.distributed.driver.rendezvous import Rendezvous
 from wanstream.distributed.driver.results import TaskLog
-from wanstream.distributed.driver.stage_run import Inbox, RestartLimitError
+from wanstream.distributed.driver.stage_run import Inbox
 from wanstream.distributed.driver.worker_group import WorkerGroup
 from wanstream.distributed.path_map import MissingPathError
-from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.sampling.steps import SamplingCancelled, SmallerPolicyError
 from wanstream.schema import Mesh, OffloadPolicy
-from wanstream.schema.refs import WorkersRef
-from wanstream.schema.refs.workers import PathMap
+from wanstream.schema.refs import PathMap, WorkersRef
 from wanstream.tests.support.distributed.fake_pool import FakePool, FakeWorker, Fault, driver_of
 
 CFG = Mesh(cfg=2)

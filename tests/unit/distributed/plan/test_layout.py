@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from wanstream import distributed
-from wanstream.plan import Budgets, DoesNotFitError, plan_offload
-from wanstream.plan.machine import expected_machine
-from wanstream.plan.memory import VRAM_RESERVE, VRAM_SHARE
+from wanstream.plan import VRAM_RESERVE, Budgets, DoesNotFitError, expected_machine, plan_offload
+from wanstream.plan.memory import VRAM_SHARE
 from wanstream.schema import Mesh, MeshError, OffloadPolicy
 from wanstream.shapes import HEAD_DIM, T2V_A14B, RunShape, StepShape, VideoShape
 from wanstream.tests.support import plan_fixtures

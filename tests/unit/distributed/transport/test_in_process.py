@@ -6,8 +6,7 @@ import threading
 import pytest
 import torch
 
-from wanstream.distributed.transport.in_process import InProcessPool
-from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed import InProcessPool, WorkerLostError
 from wanstream.sampling.steps import SamplingCancelled
 from wanstream.tests.support.distributed.reports import Reports, latents_of
 
