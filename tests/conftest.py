@@ -27,7 +27,7 @@ pytest_plugins = [
 ] + ["wanstream.tests.support.plan_fixtures", "wanstream.tests.support.accelerator"]
 
 INTEGRATION_MARKS = {"comfy", "browser"}
-INTEGRATION_FIXTURES = {"processes", "process_pools"}
+INTEGRATION_FIXTURES = {"processes"}
 SEEN = pytest.StashKey[dict[str, frozenset[str]]]()
 
 

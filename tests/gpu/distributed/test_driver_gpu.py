@@ -3,24 +3,18 @@
 Splits without data exchange give the same bits as one GPU, also after a loss.
 """
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import closing
 
 import pytest
 import torch
 
-from wanstream.distributed import Driver, InProcessPool
-from wanstream.distributed.messages import RunTask
-from wanstream.sampling import denoise
+from wanstream.distributed import Driver, InProcessPool, RayPool
 from wanstream.sampling.steps import StepProgress
 from wanstream.schema import Mesh
 from wanstream.schema.refs import WorkersRef
 from wanstream.tests.support.sampling.runs import normal
-from wanstream.wan.experts.open import ExpertsRegistry
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 pytestmark = [pytest.mark.gpu, NO_GPU]
@@ -29,40 +23,30 @@ several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one
 
 
 @pytest.fixture
-def task(make_task: Callable[..., RunTask]) -> RunTask:
+def task(make_task):
     noise = normal(3, 16, 2, 4, 6, seed=1)
     return make_task(request={"noise": noise, "steps": 6, "switch_step": 3, "solver": "unipc"})
 
 
 @pytest.fixture
-def on_one_gpu(task: RunTask) -> torch.Tensor:
-    experts = ExpertsRegistry()
-    try:
-        pair = experts.get(task.experts)
-        return denoise(pair, task.request, policy=task.policy, device="cuda").latents
-    finally:
-        experts.free()
+def on_one_gpu(task, alone):
+    return alone(task, device="cuda")
 
 
-def run(driver: Driver, task: RunTask, **how: Any) -> Any:
+def run(driver, task, **how):
     return driver.denoise(task.experts, task.request, task.policy, **how)
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Any]:
+def pool():
     pytest.importorskip("ray")
-    from wanstream.distributed.ray.pool import RayPool
-
     with RayPool(WorkersRef(count=2), "cuda", store_bytes=200 << 20) as started:
         yield started
 
 
 def test_one_worker_in_this_process(task, on_one_gpu):
-    pool = InProcessPool("cuda")
-    try:
+    with closing(InProcessPool("cuda")) as pool:
         ran = run(Driver(pool, WorkersRef(count=1), Mesh()), task)
-    finally:
-        pool.close()
     assert torch.equal(ran.latents, on_one_gpu)
     assert ran.timeline.steps[0].memory.device_bytes
 

@@ -5,6 +5,7 @@ import torch
 
 from wanstream.tests.support.one_thread import one_thread
 from wanstream.tests.support.rounding import ROUNDING, difference
+from wanstream.tests.support.sampling.runs import normal
 
 __all__ = ["one_thread"]
 
@@ -32,7 +33,6 @@ def make_request(make_task):
     """`make_request(shape=..., **changes)`: 4 steps, 2 of them high-noise, for 48-token lanes."""
 
     def make(*, shape=(1, 16, 2, 8, 12), **changes):
-        noise = torch.randn(shape, generator=torch.Generator().manual_seed(20))
-        return make_task(request={"noise": noise, **changes}).request
+        return make_task(request={"noise": normal(*shape, seed=20), **changes}).request
 
     return make

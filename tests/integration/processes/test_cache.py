@@ -9,12 +9,12 @@ import torch
 
 from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling.cache.settings import EasyCache, FirstBlockCache
-from wanstream.schema import Mesh, OffloadPolicy
-from wanstream.schema.refs import ExpertsRef
+from wanstream.schema import Mesh
 from wanstream.shapes.context_windows import ContextWindows
 from wanstream.tests.support.distributed.reports import Reports
 from wanstream.tests.support.distributed.split_jobs import rendezvous
 from wanstream.tests.support.rounding import ROUNDING, difference
+from wanstream.tests.support.sampling.runs import normal
 
 ULYSSES, CFG = Mesh(ulysses=2), Mesh(cfg=2)
 FEWER_LANES_LATE = {"guidance_steps": (4.0, 4.0, 4.0, 4.0, 3.0, 3.0, 1.0, 1.0)}
@@ -56,19 +56,16 @@ def group(processes):
 
 
 @pytest.fixture
-def cached_task(make_task, tiny_expert_folder):
+def cached_task(make_task):
     """`cached_task(threshold, batch=1, kind=FirstBlockCache, **request)`: 8 steps, 4 high-noise.
 
     Lanes with 12 tokens.
     """
-    high, low = (tiny_expert_folder(seed=seed, heads=2) for seed in (1, 2))
-    experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
 
     def make(threshold, *, batch=1, kind=FirstBlockCache, **changes):
-        noise = torch.randn(batch, 16, 2, 4, 6, generator=torch.Generator().manual_seed(10))
+        noise = normal(batch, 16, 2, 4, 6, seed=10)
         request = {"noise": noise, "steps": 8, "switch_step": 4, "cache": kind(threshold=threshold)}
-        policy = OffloadPolicy.layerwise(1)
-        return make_task(experts=experts, request={**request, **changes}, policy=policy)
+        return make_task(request={**request, **changes})
 
     return make
 
@@ -150,7 +147,7 @@ def test_context_windows_of_two_workers_decide_as_those_of_one(mesh, check_alike
 
     Without guidance in late steps, cfg ranks share windows.
     """
-    noise = torch.randn(1, 16, 7, 4, 6, generator=torch.Generator().manual_seed(11))
+    noise = normal(1, 16, 7, 4, 6, seed=11)
     windows = [ContextWindows(frames=3, overlap=1, shift_windows=shift) for shift in (True, False)]
     moving, resting = ({"noise": noise, "windows": each} for each in windows)
     tasks = [cached_task(0.55, **moving), cached_task(0.55, **resting)]

@@ -1,60 +1,45 @@
 """Process memory over 40 cancelled runs, next to a process with uncancelled runs."""
 
-import json
-import subprocess
 import sys
-
-import pytest
-
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
-
-RUNS = """
-import json, sys
 from pathlib import Path
 
+import pytest
 import torch
 
-from wanstream.sampling import DenoiseRequest, denoise
+from wanstream.sampling import DenoiseRequest
 from wanstream.sampling.steps import SamplingCancelled
-from wanstream.schema import OffloadPolicy
-from wanstream.wan import open_experts
+from wanstream.tests.support.sampling.runs import normal, run
+from wanstream.wan import ExpertsRegistry
 
-folder, cancelled = Path(sys.argv[1]), sys.argv[2] == "cancelled"
-torch.set_num_threads(1)
-generator, policy, rss = torch.Generator().manual_seed(0), OffloadPolicy.layerwise(1), []
-settings = {"steps": 4, "flow_shift": 5.0, "guidance": (1.0, 1.0)}
-with open_experts(folder / "high", folder / "low", compute_dtype=torch.float32) as pair:
+pytestmark = [
+    *(pytest.mark.slow, pytest.mark.timeout(900)),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+
+def job_grow(here, experts, cancelled):
+    """Return the bytes by which the process grows in the last 25 of 40 runs."""
+    torch.set_num_threads(1)
+    rss = []
+    pair = ExpertsRegistry().get(experts)
+    settings = {"steps": 4, "flow_shift": 5.0, "guidance": (1.0, 1.0)}
     for number in range(40):
-        polls = iter(range(10**6))
-        noise = torch.randn(1, 16, 2, 8, 8, generator=generator)
-        text = torch.randn(1, 8, 4096, generator=generator)
+        polls = iter(range(number % 14 + 1))
+        noise, text = normal(1, 16, 2, 8, 8, seed=number), normal(1, 8, 4096, seed=number)
         request = DenoiseRequest(noise=noise, positive=text, **settings)
-
-        def should_stop():
-            return cancelled and next(polls) > number % 14
-
         try:
-            denoise(pair, request, policy=policy, device="cpu", should_stop=should_stop)
+            run(pair, request, should_stop=lambda left=polls: cancelled and next(left, -1) < 0)
         except SamplingCancelled:
             assert cancelled
         else:
             assert not cancelled
         rss.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
-print(json.dumps(rss))
-"""
+    # By the 15th a run has been cancelled at all 14 polls, with the code that it loads.
+    return rss[-1] - rss[14]
 
 
-@pytest.mark.integration
-@pytest.mark.timeout(900)
-def test_cancelled_runs_keep_no_memory(tiny_expert_folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("high", "low"):
-        (tmp_path / name).symlink_to(tiny_expert_folder())
-    grown = {}
-    for kind in ("whole", "cancelled"):
-        rss = json.loads(
-            subprocess.check_output([sys.executable, "-c", RUNS, str(tmp_path), kind], text=True)
-        )
-        # By then a run has been cancelled at all 14 polls, with the code that it loads.
-        grown[kind] = rss[-1] - rss[14]
-    assert grown["cancelled"] < max(4_000_000, 2 * grown["whole"]), grown
+def test_cancelled_runs_keep_no_memory(processes, experts_ref):
+    processes.at_least(2)
+    jobs = [processes.replace(at).start(job_grow, experts_ref(), bool(at)) for at in (0, 1)]
+    whole, cancelled = (job.result() for job in jobs)
+    assert cancelled < max(4_000_000, 2 * whole)

@@ -1,7 +1,5 @@
 """Driver with real workers in real processes, joined over gloo: every mesh, and failures in it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -11,47 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.distributed import Driver, WorkerFailedError, wire_traffic
-from wanstream.distributed.driver import driver as driver_module
+from wanstream.distributed import Driver, wire_traffic
 from wanstream.sampling import request_run_shape
-from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens
+from wanstream.sampling.inputs import ExtraTokens
 from wanstream.sampling.steps import SamplingCancelled, StepProgress
 from wanstream.schema import Mesh, OffloadPolicy
 from wanstream.schema.refs import ExpertsRef, WorkersRef
-from wanstream.tests.support.distributed import process_pool
-from wanstream.tests.support.distributed.fixtures import normal
-from wanstream.tests.support.distributed.processes import Processes, Source
-from wanstream.tests.support.rounding import ROUNDING
+from wanstream.tests.support.distributed.process_pool import ProcessPool
+from wanstream.tests.support.rounding import ROUNDING, distance
+from wanstream.tests.support.sampling.runs import changed_request, normal
 from wanstream.wan.experts.open import ExpertsRegistry
 
 WORKERS = 4
 
 
-def drive(here, task, mesh, states, options):
-    """Run a task on a driver with separate workers.
-
-    handover_s: interval between two states.
-    dies_at: step in which this process is killed, or None.
-
-    Return the latents, the changes, and `done` in every reported step.
-    """
-    driver_module.handover_interval_s = lambda nbytes, groups: options["handover_s"]
-    done = []
-
-    def on_step(step):
-        done.append(step.done)
-        if step.done == options["dies_at"]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    # Separate processes, which end with this one.
-    with process_pool.ProcessPool(Processes(Source(here.source)), mesh.size) as pool:
-        ran = run(driver_of(pool, mesh), task, on_step=on_step, states=states)
-    return ran.latents, ran.timeline.changes, done
-
-
 @pytest.fixture(scope="module")
-def pool(processes, process_pools):
-    with process_pools.ProcessPool(processes, WORKERS) as started:
+def pool(processes):
+    with ProcessPool(processes, WORKERS) as started:
         yield started
 
 
@@ -62,15 +36,6 @@ def driver_of(pool, mesh, **settings):
 
 def run(driver, task, **more):
     return driver.denoise(task.experts, task.request, task.policy, **more)
-
-
-def difference_of(latents: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((latents - wanted).norm() / wanted.norm()).item()
-
-
-def with_steps(task, steps):
-    changes = {"steps": steps, "switch_step": steps // 2}
-    return replace(task, request=DenoiseRequest(**{**task.request.keywords(), **changes}))
 
 
 def stop_after(driver, task, step):
@@ -106,7 +71,7 @@ def test_every_mesh_gives_what_one_worker_gives(mesh, pool, batch_task, alone):
     task = batch_task(4 if mesh.data * mesh.stage > 1 else 1)
     ran = run(driver_of(pool, mesh), task)
     most = 0 if mesh.ulysses == 1 else ROUNDING
-    assert difference_of(ran.latents, alone(task)) <= most
+    assert distance(ran.latents, alone(task)) <= most
     assert len({worker.pid for worker in pool.workers[: mesh.size]} - {os.getpid()}) == mesh.size
     # The faster one of two rows may take all videos in a stage.
     assert set(ran.timelines) == set(range(mesh.size)) or mesh.data * mesh.stage == 4
@@ -119,7 +84,7 @@ def test_ulysses_shares_out_the_heads_of_the_sample_model(pool, make_task, alone
     files = {f"{expert}_noise": Path(file % expert) for expert in ("high", "low")}
     task = make_task(experts=ExpertsRef(**files, compute_dtype="float32"))
     ran = run(driver_of(pool, Mesh(ulysses=2)), task)
-    assert difference_of(ran.latents, alone(task)) <= ROUNDING
+    assert distance(ran.latents, alone(task)) <= ROUNDING
 
 
 def test_in_two_stages_no_worker_changes_its_expert(pool, batch_task, alone):
@@ -171,51 +136,11 @@ def test_a_killed_worker_is_replaced_and_no_bit_changes(
     assert [step.done for step in steps] == list(range(1, steps[-1].total + 1))
 
 
-def test_a_worker_that_hangs_is_found_by_those_who_wait_for_it(pool, batch_task, alone):
-    frozen = pool.workers[1].pid
-    # Enough steps to keep the worker busy until this process comes to stop it.
-    task = with_steps(batch_task(1), 60)
-
-    def on_step(step: StepProgress) -> None:
-        if step.done == 2:
-            os.kill(frozen, signal.SIGSTOP)
-
-    ran = run(driver_of(pool, Mesh(cfg=2), timeout_s=6.0), task, on_step=on_step)
-    assert torch.equal(ran.latents, alone(task))
-    assert ran.restarts == 1
-    assert pool.workers[1].pid != frozen
-    assert "waited 6 s" in ran.timeline.changes[0]
-
-
-def test_runs_are_stopped_between_blocks_and_workers_stay(pool, batch_task, alone):
-    driver = driver_of(pool, Mesh(stage=2, cfg=2))
-    task = batch_task(3)
-    pids = [worker.pid for worker in pool.workers]
-    for at in (1, 3, 4):
-        stop_after(driver, with_steps(task, 1000), at)
-    assert torch.equal(run(driver, task).latents, alone(task))
-    assert [worker.pid for worker in pool.workers] == pids
-
-
-def test_a_file_that_is_broken_ends_the_run_and_names_the_worker(pool, make_task, alone, tmp_path):
-    driver = driver_of(pool, Mesh(cfg=2))
-    task = make_task()
-    broken = tmp_path / "broken.safetensors"
-    broken.write_bytes(b"nothing")
-    experts = replace(task.experts, high_noise=broken, low_noise=broken)
-    message = r"worker \d \(.*, cpu\) failed: .*broken.safetensors"
-    with pytest.raises(WorkerFailedError, match=message):
-        run(driver, replace(task, experts=experts))
-    assert torch.equal(run(driver, task).latents, alone(task))
-
-
 @pytest.mark.parametrize("machines", [{}, {1: "other"}])
-def test_oom_of_one_rank_shrinks_its_whole_cell(
-    machines, processes, process_pools, make_task, alone
-):
+def test_oom_of_one_rank_shrinks_its_whole_cell(machines, processes, make_task, alone):
     task = make_task(policy=OffloadPolicy.layerwise(3))
     given = {"short_at": {1: 2 * 4 + 1}, "machines": machines}  # 4 blocks a step
-    with process_pools.ProcessPool(processes, 2, first=WORKERS, **given) as pool:
+    with ProcessPool(processes, 2, first=WORKERS, **given) as pool:
         ran = run(driver_of(pool, Mesh(cfg=2), max_restarts=0), task)
         assert torch.equal(ran.latents, alone(task))
         assert (ran.restarts, pool.replaced) == (0, [])
@@ -224,15 +149,16 @@ def test_oom_of_one_rank_shrinks_its_whole_cell(
         assert "out of memory in step 2" in change
 
 
-def test_stop_between_machines_leaves_workers(processes, process_pools, make_task, alone):
+def test_stop_between_machines_leaves_workers(processes, make_task, alone):
     task = make_task()
+    long = replace(task, request=changed_request(task.request, steps=1000, switch_step=500))
     machines = {2: "other", 3: "other"}
-    with process_pools.ProcessPool(processes, 4, first=WORKERS, machines=machines) as pool:
+    with ProcessPool(processes, 4, first=WORKERS, machines=machines) as pool:
         pids = [worker.pid for worker in pool.workers]
         for mesh, blocks in ((Mesh(cfg=2, ulysses=2), {0}), (Mesh(data=2, cfg=2), set(range(4)))):
             driver = driver_of(pool, mesh)
-            assert {stop_after(driver, with_steps(task, 1000), at) for at in (1, 3, 4)} <= blocks
-            assert difference_of(run(driver, task).latents, alone(task)) <= ROUNDING
+            assert {stop_after(driver, long, at) for at in (1, 3, 4)} <= blocks
+            assert distance(run(driver, task).latents, alone(task)) <= ROUNDING
         assert [worker.pid for worker in pool.workers] == pids
 
 
@@ -243,14 +169,12 @@ CONTEXT = {"tokens": ExtraTokens(context=(torch.ones(1, 16, 2, 4, 6),)), "contex
 @pytest.mark.parametrize(
     ("mesh", "changes"), [(Mesh(cfg=2), CONTEXT), (Mesh(ulysses=2), {})], ids=["cfg", "ulysses"]
 )
-def test_predicted_traffic_is_what_workers_receive(
-    mesh, changes, processes, process_pools, make_task
-):
+def test_predicted_traffic_is_what_workers_receive(mesh, changes, processes, make_task):
     task = make_task(request=changes)
     registry = ExpertsRegistry()
     shape = request_run_shape(registry.get(task.experts), task.request, torch.device("cpu"))
     registry.free()
-    with process_pools.ProcessPool(processes, 2, first=WORKERS, machines={1: "other"}) as pool:
+    with ProcessPool(processes, 2, first=WORKERS, machines={1: "other"}) as pool:
         driver = driver_of(pool, mesh)
         ran = run(driver, task)
         ((_, facts),) = driver.workers
@@ -262,44 +186,3 @@ def test_predicted_traffic_is_what_workers_receive(
     output = tokens // shares * 64 * shape.value_bytes if mesh.ulysses > 1 else 0
     steps = len(ran.timeline.steps)
     assert ran.gathered_bytes == 2 * steps * (traffic.bytes + output)
-
-
-NEVER_S = 1e9
-
-
-@pytest.fixture
-def drivers(processes):
-    """Processes for drivers that start processes themselves, next to the ones of `pool`."""
-    yield processes.at_least(WORKERS + 1)
-    processes.replace(WORKERS)  # the job has changed modules
-
-
-@pytest.mark.parametrize(
-    ("mesh", "videos", "handover_s", "dies_at", "continued"),
-    [
-        (Mesh(cfg=2), 1, 0.0, 2, ("continued from step 2 of an interrupted run",)),
-        (Mesh(stage=2), 1, NEVER_S, 3, ("continued from step 2 of an interrupted run",)),
-        (Mesh(data=2), 3, 0.0, 3, None),
-    ],
-    ids=["cfg 2", "stage 2, at the end of a stage", "data 2"],
-)
-def test_run_of_a_killed_driver_continues(
-    mesh, videos, handover_s, dies_at, continued, drivers, make_task, alone, tmp_path
-):
-    task = make_task(request={"noise": normal(videos, 16, 2, 4, 6, seed=5), "solver": "unipc"})
-    states = tmp_path / "states"
-    given = {"handover_s": handover_s, "dies_at": dies_at}
-    with pytest.raises(RuntimeError, match="ended in the middle of a job"):
-        drivers[WORKERS].start(drive, task, mesh, states, given).result()
-    drivers.replace(WORKERS)
-    running = drivers[WORKERS].start(drive, task, mesh, states, {**given, "dies_at": None})
-    latents, changes, done = running.result()
-    assert torch.equal(latents, alone(task))
-    assert not states.exists()
-    assert done == list(range(done[0], done[-1] + 1))
-    if continued is None:
-        assert 1 <= len(changes) <= 2
-        assert dies_at < done[0] <= dies_at + 3
-    else:
-        assert changes == continued
-        assert done[0] == 3

@@ -1,20 +1,16 @@
 """Two workers share each step's lanes: the result equals one worker's, bit for bit."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
-import torch
 
-from wanstream.schema import Mesh, OffloadPolicy, lanes_of_rank
-from wanstream.schema.refs import ExpertsRef
+from wanstream.schema import Mesh, OffloadPolicy
 from wanstream.shapes.context_windows import ContextWindows
 from wanstream.tests.support.distributed import split_jobs
+from wanstream.tests.support.sampling.runs import LAYERWISE, SHAPE, normal
 from wanstream.wan import Nag
 
 BLOCKS = 4
-LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
 CFG = Mesh(cfg=2)
 STEPS = 4
 LANE_BYTES = 16 * 2 * 4 * 6 * 4
@@ -26,17 +22,6 @@ def split(split: split_jobs.SplitProcesses) -> split_jobs.SplitProcesses:
     """Two processes joined as one group's cfg ranks."""
     split.join(CFG)
     return split
-
-
-SHAPE = (1, 16, 2, 4, 6)
-
-
-@pytest.mark.parametrize(
-    ("count", "sides"),
-    [(1, ([0], [0])), (2, ([0], [1])), (3, ([0, 1], [1, 2])), (4, ([0, 1], [2, 3]))],
-)
-def test_lanes_are_shared_out_evenly(count, sides):
-    assert tuple(list(range(count))[lanes_of_rank(count, side)] for side in range(2)) == sides
 
 
 @pytest.mark.parametrize(
@@ -60,22 +45,20 @@ def test_two_sides_give_what_one_worker_gives(
 
 def test_windows_nag_and_noise_of_every_step_are_shared_too(experts_ref, make_request, check_split):
     """Steps with one and with two lanes per window, and a lane on both ranks."""
-    noise = torch.randn(1, 16, 5, 4, 6, generator=torch.Generator().manual_seed(22))
+    windows = ContextWindows(frames=3, overlap=1)
     steps = {"solver": "lcm", "guidance_steps": (4.0, 1.0, 3.0, 1.0), "nag": Nag()}
-    request = make_request(noise=noise, windows=ContextWindows(frames=3, overlap=1), **steps)
+    request = make_request(shape=(1, 16, 5, 4, 6), windows=windows, **steps)
     assert {request.lanes_at(step) for step in range(STEPS)} >= {2, 4}
     check_split(experts_ref(), request, LAYERWISE, exact=True)
 
 
-@pytest.mark.parametrize("policy", [SWAP, OffloadPolicy.layerwise(0)])
+@pytest.mark.parametrize("policy", [OffloadPolicy.block_swap(2), OffloadPolicy.layerwise(0)])
 def test_images_condition_both_sides_under_any_policy(
-    policy, tiny_expert_folder, make_request, check_split
+    policy, experts_ref, make_request, check_split
 ):
-    high, low = (tiny_expert_folder(seed=seed, in_channels=36) for seed in (1, 2))
-    experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
-    image = torch.randn(1, 20, 2, 4, 6, generator=torch.Generator().manual_seed(21))
-    request = make_request(shape=(2, *SHAPE[1:]), image_condition=image, solver="unipc")
-    check_split(experts, request, policy, exact=True)
+    given = {"image_condition": normal(1, 20, 2, 4, 6, seed=21), "solver": "unipc"}
+    request = make_request(shape=(2, *SHAPE[1:]), **given)
+    check_split(experts_ref(in_channels=36), request, policy, exact=True)
 
 
 @pytest.fixture
@@ -103,17 +86,6 @@ def test_stop_of_one_rank_stops_both_before_one_block(
         split.join(CFG, spans_machines=True)
     assert split.all(split_jobs.job_run_until, *given, {rank: visits}, None) == [stop] * 2
     check_split(*given, exact=True)
-
-
-@pytest.mark.parametrize("spans_machines", [False, True], ids=["one machine", "several machines"])
-def test_votes_before_blocks_or_steps(spans_machines, split, given):
-    split.leave()
-    split.join(CFG, spans_machines=spans_machines)
-    alone = split.alone(*given)
-    for latents, polls, votes in split.all(split_jobs.job_count_votes, *given):
-        assert torch.equal(latents, alone)
-        assert polls == STEPS * BLOCKS, "each block is a sign of life"
-        assert votes == (STEPS if spans_machines else STEPS * BLOCKS)
 
 
 def test_worker_that_left_ends_before_its_next_block(split, given):

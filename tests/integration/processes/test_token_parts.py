@@ -12,15 +12,13 @@ import torch
 from wanstream.plan.programs.visits import SkipRule
 from wanstream.sampling import FirstBlockCache, MagCache, calibrate, denoise
 from wanstream.sampling.inputs import ExtraTokens
-from wanstream.schema import Mesh, MeshError, OffloadPolicy
-from wanstream.schema.refs import ExpertsRef
+from wanstream.schema import Mesh, MeshError
 from wanstream.shapes import ContextWindows
 from wanstream.tests.support.distributed import split_jobs
-from wanstream.tests.support.distributed.fixtures import normal
 from wanstream.tests.support.rounding import ROUNDING, difference
+from wanstream.tests.support.sampling.runs import LAYERWISE, normal
 from wanstream.wan import ExpertsRegistry, Nag
 
-LAYERWISE = OffloadPolicy.layerwise(1)
 CHUNKED = replace(LAYERWISE, chunk_tokens=8)
 SHAPE = (1, 16, 3, 4, 8)
 """8 tokens in each of 3 frames."""
@@ -46,14 +44,13 @@ TWO_VIDEOS = {
 
 
 @pytest.fixture
-def given(make_task, tiny_expert_folder):
+def given(make_task, experts_ref):
     """`given(**changes)`: experts with four heads, and a request."""
 
     def make(**changes):
         control = {"in_channels": 52, "reference": True} if "image_condition" in changes else {}
-        high, low = (tiny_expert_folder(seed=seed, heads=4, **control) for seed in (1, 2))
-        ref = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
-        return ref, make_task(request={"noise": normal(*SHAPE, seed=20), **changes}).request
+        request = {"noise": normal(*SHAPE, seed=20), **changes}
+        return experts_ref(heads=4, **control), make_task(request=request).request
 
     return make
 

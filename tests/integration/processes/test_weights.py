@@ -1,11 +1,8 @@
 """Workers with one shard of each block, in real processes over gloo: bit-equal to one worker."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
-import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,7 +11,7 @@ import torch
 
 from wanstream.distributed.plan.weights import choose_weight_placement
 from wanstream.distributed.worker.rendezvous import PeerLostError
-from wanstream.distributed.worker.weights import GroupGather, measure, taken_bytes
+from wanstream.distributed.worker.weights import measure, taken_bytes
 from wanstream.distributed.worker.worker import Worker
 from wanstream.offload.sharding.group import GatherBrokenError
 from wanstream.sampling import working_bytes
@@ -189,38 +186,6 @@ def test_a_rank_that_fails_alone_holds_nobody_up(processes, join, make_task, che
         other.result(SHORT_S)
     join("sharded")
     check_run(task)
-
-
-def job_gather_alone(here, every):
-    """Abort a gather on the first process, never called by the second, and leave the rendezvous."""
-    groups = join_groups(every[here.number])
-    if here.number == 1:
-        with pytest.raises(PeerLostError) as lost:
-            groups.any_wants(False)
-        groups.leave()
-        return type(lost.value).__name__
-    gather = GroupGather(groups)
-    messages = list[str]()
-
-    def wait() -> None:
-        whole, shard = (torch.zeros(size, dtype=torch.uint8) for size in (2 * 256, 256))
-        with pytest.raises(GatherBrokenError) as broken:
-            gather.all_gather(whole, shard)
-        messages.append(str(broken.value))
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    waiting.join(0.3)
-    gather.abort()
-    waiting.join(SHORT_S)
-    groups.leave()
-    return "".join(messages)
-
-
-def test_a_gather_that_nobody_else_comes_to_is_left_at_once(processes):
-    processes.at_least(2).all(job_leave, count=2)
-    reports = processes.all(job_gather_alone, rendezvous(CELL), count=2, timeout=SHORT_S)
-    assert reports == ["the run ended while its weights were gathered", "PeerLostError"]
 
 
 def test_a_rank_that_is_killed_is_missed_at_once(processes, join, make_task, check_run):

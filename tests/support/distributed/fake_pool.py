@@ -5,19 +5,13 @@ no messages from a dead process. A step is `latents * 0.75 + step`: the result s
 their order.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-
-import torch
 
 from wanstream.distributed import Driver, WorkerLostError
 from wanstream.distributed.messages import (
@@ -33,7 +27,7 @@ from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.steps import SOLVERS, RunState, SamplingCancelled
 from wanstream.schema import Mesh
 from wanstream.schema.records import StepRecord, Timeline
-from wanstream.schema.refs import CodeFormat, ExpertsRef, PathMap, WorkersRef
+from wanstream.schema.refs import CodeFormat, WorkersRef
 
 FACTS = WorkerFacts(pid=0, node="", address="127.0.0.1", device="cpu", versions={})
 Failing = Literal["dies", "hangs", "dies after all reports"] | Exception
@@ -52,28 +46,28 @@ class Fault:
 class FakeRendezvous:
     """Votes in one rendezvous."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self._size, self._changed = size, threading.Condition()
         self._here, self._votes, self._broken = 0, dict[int, list[bool]](), False
 
-    def come(self, timeout_s: float) -> None:
+    def come(self, timeout_s):
         with self._changed:
             self._here += 1
             self._wait(lambda: self._here >= self._size, timeout_s)
 
-    def vote(self, number: int, wish: bool, timeout_s: float) -> bool:
+    def vote(self, number, wish, timeout_s):
         with self._changed:
             votes = self._votes.setdefault(number, [])
             votes.append(wish)
             self._wait(lambda: len(votes) >= self._size, timeout_s)
             return any(votes)
 
-    def leave(self) -> None:
+    def leave(self):
         with self._changed:
             self._broken = True
             self._changed.notify_all()
 
-    def _wait(self, there: Callable[[], bool], timeout_s: float) -> None:
+    def _wait(self, there, timeout_s):
         self._changed.notify_all()
         if not self._changed.wait_for(lambda: there() or self._broken, timeout_s):
             raise WorkerTimeoutError(f"no peer came within {timeout_s:g} s")
@@ -84,7 +78,7 @@ class FakeRendezvous:
 class FakeWorker:
     """Worker on a thread. Implements `WorkerHandle`."""
 
-    def __init__(self, pool: FakePool, rank: int, pid: int) -> None:
+    def __init__(self, pool, rank, pid):
         self._pool = pool
         self.rank = rank
         self.pid = pid
@@ -96,26 +90,26 @@ class FakeWorker:
         self._begun = 0
         self._kept: tuple[str, RunState] | None = None
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, method, *args):
         function = self._leave_slowly if method == "leave" else getattr(self, f"_{method}")
         return run_in_thread("fake call", self._alive, function, *args)
 
-    def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> Future[TaskResult]:
+    def run(self, task, on_report):
         self._pool.sent.append((self.rank, task))
         return run_in_thread("fake run", self._alive, self._run, task, on_report)
 
-    def log_tail(self) -> str:
+    def log_tail(self):
         return f"the log of process {self.pid}"
 
-    def kill(self) -> None:
+    def kill(self):
         self._pool.killed.append(self.rank)
         self._die()
 
-    def _die(self) -> None:
+    def _die(self):
         self._gone.set()
         self._leave()
 
-    def _alive(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _alive(self, function, *args):
         if not self._gone.is_set():
             try:
                 result = function(*args)
@@ -127,7 +121,7 @@ class FakeWorker:
                     return result
         raise WorkerLostError(f"worker {self.rank} is gone\n{self.log_tail()}", self.rank)
 
-    def _facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
+    def _facts(self, paths=(), maps=()):
         generation = 0 if self._rendezvous is None else self._rendezvous[0].generation
         missing = [path for path in self._pool.missing.get(self.rank, ()) if path in paths]
         given: dict[str, Any] = {"machine": self._pool.machines.get(self.rank, "")}
@@ -136,14 +130,14 @@ class FakeWorker:
         given |= {"node": f"node-{self.rank}", "sizes": dict.fromkeys(missing)}
         return replace(FACTS, pid=self.pid, generation=generation, **given)
 
-    def _fast_formats(self, experts: ExpertsRef, maps: Sequence[PathMap]) -> tuple[CodeFormat, ...]:
+    def _fast_formats(self, experts, maps):
         assert experts.compute_dtype != "auto", "measured in the dtype of all workers"
         return self._pool.multiplied.get(self.rank, ("int8", "fp8"))
 
-    def _free_port(self) -> int:
+    def _free_port(self):
         return next(self._pool.ports)
 
-    def _join(self, rendezvous: RendezvousSpec) -> None:
+    def _join(self, rendezvous):
         self._leave()
         if rendezvous.rank == 0 and rendezvous.port in self._pool.taken:
             raise OSError(errno.EADDRINUSE, f"port {rendezvous.port} at {rendezvous.host} is taken")
@@ -156,35 +150,35 @@ class FakeWorker:
         self._votes = itertools.count()
         met.come(rendezvous.timeout_s)
 
-    def _leave(self) -> None:
+    def _leave(self):
         left, self._rendezvous = self._rendezvous, None
         if left is not None:
             left[1].leave()
 
     _close = _leave
 
-    def _leave_slowly(self) -> None:
+    def _leave_slowly(self):
         time.sleep(self._pool.leave_s.get(self.rank, 0.0))
         self._leave()
 
-    def _blocks_begun(self) -> int:
+    def _blocks_begun(self):
         return self._begun
 
-    def _last_state(self, run_id: str) -> RunState | None:
+    def _last_state(self, run_id):
         kept = self._kept
         return kept[1] if kept is not None and kept[0] == run_id else None
 
-    def _stop(self, run_id: str) -> None:
+    def _stop(self, run_id):
         self._stopped.add(run_id)
 
-    def _run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> TaskResult:
+    def _run(self, task, on_report):
         assert self._busy.acquire(blocking=False), "two tasks at a time"
         try:
             return self._take_steps(task, on_report)
         finally:
             self._busy.release()
 
-    def _take_steps(self, task: RunTask, on_report: Callable[[StepReport], None]) -> TaskResult:
+    def _take_steps(self, task, on_report):
         assert self._rendezvous is not None, "a task without a rendezvous"
         rendezvous, votes = self._rendezvous
         step_plan, began, taken = task.request.step_plan, time.perf_counter(), list[StepRecord]()
@@ -222,8 +216,8 @@ class FakeWorker:
         self._fail(task.until, after_reports=True)
         return TaskResult(timeline=Timeline(steps=tuple(taken), kind="measured"), gathered_bytes=7)
 
-    def _fail(self, step: int, *, after_reports: bool = False) -> None:
-        def is_due(fault: Fault) -> bool:
+    def _fail(self, step, *, after_reports=False):
+        def is_due(fault):
             at_end = fault.failure == "dies after all reports"
             return (fault.rank, fault.step, at_end) == (self.rank, step, after_reports)
 
@@ -268,37 +262,37 @@ class FakePool:
     multiplied: dict[int, tuple[CodeFormat, ...]] = field(default_factory=dict)
     """Formats a worker multiplies, by rank. The others multiply int8 and fp8."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.lock = threading.Lock()
         self.ports = itertools.count(5000)
         self._pids = itertools.count(100)
         self.workers = [FakeWorker(self, rank, next(self._pids)) for rank in range(self.count)]
 
     @contextmanager
-    def share(self, requests: Sequence[DenoiseRequest]) -> Iterator[None]:
+    def share(self, requests):
         self.shared = list(requests)
         try:
             yield
         finally:
             self.shared.clear()
 
-    def replace(self, rank: int) -> FakeWorker:
+    def replace(self, rank):
         self.replaced.append(rank)
         self.workers[rank] = FakeWorker(self, rank, next(self._pids))
         return self.workers[rank]
 
-    def close(self) -> None:
+    def close(self):
         for worker in self.workers:
             worker.kill()
 
 
-def driver_of(pool: FakePool, mesh: Mesh | None = None, **changes: Any) -> Driver:
+def driver_of(pool, mesh=None, **changes):
     mesh = mesh or Mesh()
     given = {"count": mesh.size, "timeout_s": 20.0, "max_restarts": 3, **changes}
     return Driver(pool, WorkersRef(**given), mesh)
 
 
-def expected(noise: torch.Tensor, steps: range) -> torch.Tensor:
+def expected(noise, steps):
     """Return the workers' latents for a noise after these steps."""
     for step in steps:
         noise = noise * 0.75 + step

@@ -1,51 +1,40 @@
 """Tasks for tiny experts, and their results without workers."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 
+from wanstream.devices import dtype_name
 from wanstream.distributed.messages import RunTask
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.distributed.processes import Processes
 from wanstream.tests.support.distributed.split_jobs import SplitProcesses
+from wanstream.tests.support.sampling.runs import SHAPE, normal
 from wanstream.wan.experts.open import ExpertsRegistry
-
-SHAPE = (1, 16, 2, 4, 6)
-STEPS, SWITCH_STEP = 4, 2
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="session")
-def experts_ref(tiny_expert_folder: Callable[..., Path]) -> Callable[..., ExpertsRef]:
-    """`experts_ref(high=1, low=2)`: the tiny experts with these seeds."""
+def experts_ref(tiny_expert_folder):
+    """`experts_ref(high=1, low=2, dtype=torch.float32, **shape)`: tiny experts with these seeds."""
 
-    def make(*, high: int = 1, low: int = 2) -> ExpertsRef:
-        folders = {"high_noise": tiny_expert_folder(seed=high)}
-        folders["low_noise"] = tiny_expert_folder(seed=low)
-        return ExpertsRef(**folders, compute_dtype="float32")
+    def make(*, high=1, low=2, dtype=torch.float32, **shape):
+        folders = (tiny_expert_folder(seed=seed, dtype=dtype, **shape) for seed in (high, low))
+        pair = dict(zip(("high_noise", "low_noise"), folders, strict=True))
+        return ExpertsRef(**pair, compute_dtype=dtype_name(dtype))
 
     return make
 
 
 @pytest.fixture(scope="session")
-def make_task(experts_ref: Callable[..., ExpertsRef]) -> Callable[..., RunTask]:
+def make_task(experts_ref):
     """`make_task(seed=10, experts=..., request={}, **changes)`: 4 small steps, 2 at high noise."""
     numbers = itertools.count()
 
-    def make(*, seed: int = 10, request: dict[str, Any] | None = None, **changes: Any) -> RunTask:
-        steps = {"steps": STEPS, "switch_step": SWITCH_STEP, "flow_shift": 5.0}
+    def make(*, seed=10, request=None, **changes):
+        steps = {"steps": 4, "switch_step": 2, "flow_shift": 5.0}
         texts = {"positive": normal(1, 7, 4096, seed=11), "negative": normal(1, 5, 4096, seed=12)}
         defaults = {"noise": normal(*SHAPE, seed=seed), "guidance": (4.0, 3.0), **texts, **steps}
         asked = DenoiseRequest(**{**defaults, **(request or {})})
@@ -56,14 +45,14 @@ def make_task(experts_ref: Callable[..., ExpertsRef]) -> Callable[..., RunTask]:
 
 
 @pytest.fixture(scope="session")
-def alone() -> Callable[[RunTask], torch.Tensor]:
-    """`alone(task)`: latents [1, 16, 2, 4, 6] float32, computed in this process without workers."""
+def alone():
+    """`alone(task, device="cpu")`: latents computed in this process without workers."""
 
-    def run(task: RunTask) -> torch.Tensor:
+    def run(task, *, device="cpu"):
         registry = ExpertsRegistry()
         try:
             pair = registry.get(task.experts)
-            return denoise(pair, task.request, policy=task.policy, device="cpu").latents
+            return denoise(pair, task.request, policy=task.policy, device=device).latents
         finally:
             registry.free()
 
@@ -71,7 +60,7 @@ def alone() -> Callable[[RunTask], torch.Tensor]:
 
 
 @pytest.fixture(scope="session")
-def processes() -> Iterator[Processes]:
+def processes():
     """Processes for the whole session: call `at_least` with the number a test needs."""
     started = Processes()
     yield started
@@ -79,32 +68,8 @@ def processes() -> Iterator[Processes]:
 
 
 @pytest.fixture
-def split(processes: Processes) -> Iterator[SplitProcesses]:
+def split(processes):
     """Processes that join as the ranks of a mesh, and leave after the test."""
     made = SplitProcesses(processes)
     yield made
     made.leave()
-
-
-@pytest.fixture
-def tile_pools() -> Iterator[Callable[..., Any]]:
-    """`tile_pools(count, before=...)` makes a `ThreadPool` from `tile_pool.py`."""
-    from wanstream.tests.support.distributed.tile_pool import ThreadPool
-
-    made: list[Any] = []
-
-    def make(count: int, before: Any = lambda worker, task: None) -> Any:
-        made.append(ThreadPool(count, before))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
-@pytest.fixture(scope="session")
-def process_pools() -> ModuleType:
-    """`ProcessPool` from `process_pool.py`."""
-    from wanstream.tests.support.distributed import process_pool
-
-    return process_pool

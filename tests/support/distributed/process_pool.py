@@ -1,32 +1,22 @@
 """Pool of real workers in `processes.py` processes, without Ray, called over a socket."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
-from multiprocessing.connection import Client, Connection, Listener
-from typing import Any
+from multiprocessing.connection import Client, Listener
 
-from wanstream.distributed.messages import RunTask, StepReport, TaskResult
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import WorkThread, run_in_thread
 from wanstream.distributed.worker.worker import Worker
-from wanstream.sampling.inputs import DenoiseRequest
-from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.sampling.short_memory import ShortPair, once
 from wanstream.wan.experts.open import ExpertsRegistry, open_pair
 
 WAIT_S = 60.0
-
-Processes = Any
-"""From `processes.py`."""
 
 
 def serve(here, address, key, rank, short_at, machine):
@@ -35,7 +25,7 @@ def serve(here, address, key, rank, short_at, machine):
     All runs share one thread. Every other call has a new one.
     """
 
-    def opened(ref: ExpertsRef) -> Any:
+    def opened(ref):
         pair = open_pair(ref)
         return pair if short_at is None else ShortPair(pair, once(short_at))
 
@@ -43,11 +33,11 @@ def serve(here, address, key, rank, short_at, machine):
     lock, runs = threading.Lock(), WorkThread("runs")
     with Client(address, authkey=key) as connection:
 
-        def send(number: int, kind: str, value: Any) -> None:
+        def send(number, kind, value):
             with lock:
                 connection.send_bytes(pickle.dumps((number, kind, value)))
 
-        def answer(number: int, done: Future[Any]) -> None:
+        def answer(number, done):
             error = done.exception()
             if error is None:
                 send(number, "value", done.result())
@@ -72,33 +62,33 @@ def serve(here, address, key, rank, short_at, machine):
 class ProcessWorker:
     """See `WorkerHandle`."""
 
-    def __init__(self, rank: int, process: Any, connection: Connection) -> None:
+    def __init__(self, rank, process, connection):
         self.rank = rank
         self._process = process
         self._connection = connection
         self.pid: int = process.pid
         self._lock, self._numbers = threading.Lock(), itertools.count()
-        self._waiting: dict[int, tuple[Future[Any], Callable[[StepReport], None] | None]] = {}
+        self._waiting = {}  # future and report function by number
         self._gone = False
         self._lost_one = True
         self._listening = threading.Thread(target=self._listen, name=f"process {rank}", daemon=True)
         self._listening.start()
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, method, *args):
         return self._send(method, args, None)
 
-    def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> Future[TaskResult]:
+    def run(self, task, on_report):
         return self._send("run", (task,), on_report)
 
-    def log_tail(self) -> str:
+    def log_tail(self):
         return ""
 
-    def kill(self) -> None:
+    def kill(self):
         with self._lock, suppress(ProcessLookupError):
             if not self._gone:
                 self._process.signal(signal.SIGKILL)
 
-    def hang_up(self) -> bool:
+    def hang_up(self):
         """Let the process do something else. False if it is gone."""
         with self._lock:
             if not self._gone:
@@ -108,7 +98,7 @@ class ProcessWorker:
         return not self._lost_one
 
     def _send(self, method, args, on_report):
-        future: Future[Any] = Future()
+        future = Future()
         with self._lock:
             number = next(self._numbers)
             if not self._gone:
@@ -122,7 +112,7 @@ class ProcessWorker:
             future.set_exception(self._lost())
         return future
 
-    def _listen(self) -> None:
+    def _listen(self):
         while True:
             try:
                 number, kind, value = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - from our own process
@@ -148,7 +138,7 @@ class ProcessWorker:
         for future, _ in waiting.values():
             future.set_exception(self._lost())
 
-    def _lost(self) -> WorkerLostError:
+    def _lost(self):
         return WorkerLostError(f"worker {self.rank} (process {self.pid}) is gone", self.rank)
 
 
@@ -166,7 +156,7 @@ class ProcessPool:
         self._processes = processes.at_least(first + count)
         self._first = first
         self._key = os.urandom(16)
-        self._answers: dict[int, Any] = {}
+        self._answers = {}
         self._replacing = threading.Lock()
         self._listener = Listener(family="AF_UNIX", authkey=self._key)
         for rank in range(count):
@@ -175,10 +165,10 @@ class ProcessPool:
         self.workers = list(started)
         self.replaced: list[int] = []
 
-    def share(self, requests: Sequence[DenoiseRequest]) -> AbstractContextManager[object]:
+    def share(self, requests):
         return nullcontext()  # each is sent with its task
 
-    def replace(self, rank: int) -> ProcessWorker:
+    def replace(self, rank):
         with self._replacing:
             self.replaced.append(rank)
             self._processes.replace(self._first + rank)
@@ -186,7 +176,10 @@ class ProcessPool:
             self.workers[rank] = self._accept()
             return self.workers[rank]
 
-    def close(self) -> None:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         for rank, worker in enumerate(self.workers):
             if worker.hang_up():
                 self._answers[rank].result(WAIT_S)
@@ -194,18 +187,12 @@ class ProcessPool:
                 self._processes.replace(self._first + rank)
         self._listener.close()
 
-    def __enter__(self) -> ProcessPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _serve(self, rank: int, short_at: int | None) -> None:
+    def _serve(self, rank, short_at):
         process = self._processes[self._first + rank]
         given = (rank, short_at, self._machines.get(rank))
         self._answers[rank] = process.start(serve, self._listener.address, self._key, *given)
 
-    def _accept(self) -> ProcessWorker:
+    def _accept(self):
         connection = self._listener.accept()
         rank, _, _ = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own process
         return ProcessWorker(rank, self._processes[self._first + rank], connection)

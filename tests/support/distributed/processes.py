@@ -7,11 +7,8 @@ Each keeps a job's state for the next job.
 
 A job is a plain function at the top of a test file, called as `job(here, *args)` in the process:
 `here` is a namespace that outlives it, `here.number` is the process index, and `here.load` imports
-a file. `Processes(Source(here.source))` are processes of its own, from the same source. Arguments,
-answers and errors are sent through pipes. A process ends when its parent does.
+a file. Arguments, answers and errors are sent through pipes. A process ends when its parent does.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -25,18 +22,14 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 WAIT_S = 120.0
 """Neither a start nor a job takes longer, on any machine."""
-
-StageJob = Callable[..., Any]
-Asked = tuple[str, str, tuple[Any, ...]]
 
 
 class JobFailedError(RuntimeError):
@@ -51,73 +44,53 @@ class Source:
     """The process to fork all others from.
 
     It computes nothing, and so has no threads.
-
-    Args:
-        handle: `here.source` in a process that has been forked from one, to fork from the same one.
     """
 
-    def __init__(self, handle: int | None = None) -> None:
-        self._popen: subprocess.Popen[bytes] | None = None
-        if handle is not None:
-            self._socket = socket.socket(fileno=os.dup(handle))
-            return
+    def __init__(self):
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, __file__, str(theirs.fileno())]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._popen = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
 
-    def fork(self, number: int) -> tuple[int, Connection]:
+    def fork(self, number):
         """Return a new process's id, and the pipe to it."""
         ours, theirs = socket.socketpair()
-        handles = [theirs.fileno(), self._socket.fileno()]
-        socket.send_fds(self._socket, [number.to_bytes(8, "little")], handles)
+        socket.send_fds(self._socket, [number.to_bytes(8, "little")], [theirs.fileno()])
         theirs.close()
         connection = Connection(ours.detach())
         if not connection.poll(WAIT_S):
             connection.close()
             raise TimeoutError(f"process {number} did not start within {WAIT_S:g} s")
         try:
-            # From the new process, because several processes may ask the source.
             return _receive(connection), connection
         except EOFError as err:
             connection.close()
             raise ProcessGoneError("the process to fork from has ended: see what it wrote") from err
 
-    def close(self) -> None:
-        if self._popen is not None:
-            self._popen.kill()
-            self._popen.wait(WAIT_S)
+    def close(self):
+        self._popen.kill()
+        self._popen.wait(WAIT_S)
         self._socket.close()
-
-
-class Answer:
-    """A job's future result."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-
-    def result(self, timeout: float = WAIT_S) -> Any:
-        """Return the job's result, or raise the exception, caused by the traceback's text."""
-        return self._process.receive(timeout)
 
 
 class Process:
     """One process. `start` one job at a time."""
 
-    def __init__(self, source: Source, number: int) -> None:
+    def __init__(self, source, number):
         self.number = number
         self.pid, self._connection = source.fork(number)
         # Ids are given again when a process is gone, and the system reaps these.
         self._handle = os.pidfd_open(self.pid)
         self.hangs = False
 
-    def start(self, job: StageJob, *args: Any) -> Answer:
+    def start(self, job, *args):
         """Let it do a job, and return at once."""
         _send(self._connection, (inspect.getsourcefile(job), job.__name__, args))
-        return Answer(self)
+        return self
 
-    def receive(self, timeout: float) -> Any:
+    def result(self, timeout=WAIT_S):
+        """Return the job's result, or raise the exception, caused by the traceback's text."""
         if not self._connection.poll(timeout):
             self.hangs = True
             raise TimeoutError(f"process {self.number} was not done after {timeout:g} s")
@@ -129,11 +102,11 @@ class Process:
             raise (error or JobFailedError(trace)) from JobFailedError(trace)
         return value
 
-    def signal(self, number: int) -> None:
+    def signal(self, number):
         """Send it a signal: SIGSTOP to let it hang, SIGCONT to let it go on, SIGKILL to lose it."""
         signal.pidfd_send_signal(self._handle, number)
 
-    def end(self) -> None:
+    def end(self):
         """End it as `kill -9` does, unless it is gone already."""
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
@@ -144,11 +117,11 @@ class Process:
 class Processes(Sequence[Process]):
     """Processes that are started on demand and reused."""
 
-    def __init__(self, source: Source | None = None) -> None:
-        self._source = source
+    def __init__(self):
+        self._source: Source | None = None
         self._every: list[Process] = []
 
-    def at_least(self, count: int) -> Processes:
+    def at_least(self, count):
         """Have so many or more, none hanging in another test's job."""
         self._source = self._source or Source()
         while len(self._every) < count:
@@ -158,34 +131,31 @@ class Processes(Sequence[Process]):
                 self.replace(process.number)
         return self
 
-    def all(self, job: StageJob, *args: Any, count: int, timeout: float = WAIT_S) -> list[Any]:
+    def all(self, job, *args, count, timeout=WAIT_S):
         """Let the first `count` do the same job at once, and return their answers, in order."""
         answers = [process.start(job, *args) for process in self.at_least(count)._every[:count]]
         return [answer.result(timeout) for answer in answers]
 
-    def replace(self, number: int) -> Process:
+    def replace(self, number):
         """End a process, and start another one in its place."""
         self._every[number].end()
         self._every[number] = Process(self._source, number)
         return self._every[number]
 
-    def close(self) -> None:
+    def close(self):
         while self._every:
             self._every.pop().end()
         if self._source is not None:
             self._source.close()
 
-    def __getitem__(self, number: Any) -> Any:
+    def __getitem__(self, number):
         return self._every[number]
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self._every)
 
-    def __iter__(self) -> Iterator[Process]:
-        return iter(self._every)
 
-
-def _fork_when_asked(handle: int) -> None:
+def _fork_when_asked(handle):
     """Fork one child per request until the socket closes. The system reaps the children."""
     import gc
 
@@ -199,23 +169,22 @@ def _fork_when_asked(handle: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     connection = socket.socket(fileno=handle)
     while True:
-        number, handles, _, _ = socket.recv_fds(connection, 8, 2)
+        number, handles, _, _ = socket.recv_fds(connection, 8, 1)
         if not number:
             return
         if os.fork() == 0:
             connection.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _serve(Connection(handles[0]), int.from_bytes(number, "little"), handles[1])
-        for given in handles:
-            os.close(given)
+            _serve(Connection(handles[0]), int.from_bytes(number, "little"))
+        os.close(handles[0])
 
 
-def _serve(connection: Connection, number: int, source: int) -> None:
+def _serve(connection, number):
     """Run jobs from the connection until it closes."""
     _send(connection, os.getpid())
-    jobs = SimpleQueue[Asked]()
+    jobs = SimpleQueue()
     threading.Thread(target=_listen, args=(connection, jobs), daemon=True).start()
-    here = SimpleNamespace(number=number, source=source, load=functools.cache(load))
+    here = SimpleNamespace(number=number, load=functools.cache(load))
     while True:
         file, name, args = jobs.get()
         try:
@@ -228,7 +197,7 @@ def _serve(connection: Connection, number: int, source: int) -> None:
                 _send(connection, (None, None, text))
 
 
-def _listen(connection: Connection, jobs: SimpleQueue[Asked]) -> None:
+def _listen(connection, jobs):
     """Receive jobs also while one runs, because a process must not outlive its parent."""
     while True:
         try:
@@ -237,16 +206,16 @@ def _listen(connection: Connection, jobs: SimpleQueue[Asked]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _send(connection: Connection, value: Any) -> None:
+def _send(connection, value):
     """Send by value: `Connection.send` would share tensor memory through open files."""
     connection.send_bytes(pickle.dumps(value))
 
 
-def _receive(connection: Connection) -> Any:
+def _receive(connection):
     return pickle.loads(connection.recv_bytes())  # noqa: S301 - of our own parent or child
 
 
-def load(file: str) -> ModuleType:
+def load(file):
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[Path(file).stem] = module

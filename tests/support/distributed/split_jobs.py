@@ -3,19 +3,14 @@
 A job joins a rendezvous, computes a share and leaves.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from diffusers.models import attention_dispatch
@@ -28,11 +23,9 @@ from wanstream.distributed.worker.groups import ProcessGroups
 from wanstream.distributed.worker.parallel_forward import group_forward
 from wanstream.sampling import denoise
 from wanstream.sampling.steps import RunSlice, SamplingCancelled
-from wanstream.schema import Mesh, OffloadPolicy
-from wanstream.schema.refs import ExpertsRef
+from wanstream.schema import OffloadPolicy
 from wanstream.shapes import ExpertShape
 from wanstream.testing.weights import TinyShape, make_expert
-from wanstream.tests.support.distributed.processes import Processes
 from wanstream.tests.support.wan.blocks import with_our_blocks
 from wanstream.tests.support.wan.int8_attention import exact_attention, kitchen
 from wanstream.tests.support.wan.quantised_files import in_dtype
@@ -47,26 +40,26 @@ TIMEOUT_S = 100.0
 generations = itertools.count()
 
 
-def row_id(value: object) -> str:
+def row_id(value):
     """Return a short name of a mesh or of a policy for the names of tests."""
     if not isinstance(value, OffloadPolicy):
         return str(value)
     return "chunked" if value.chunk_tokens else value.kind
 
 
-def free_port() -> int:
+def free_port():
     with socket.create_server((LOOPBACK, 0)) as probe:
         return int(probe.getsockname()[1])
 
 
-def rendezvous(mesh: Mesh, *, port: int | None = None, **changes: Any) -> list[RendezvousSpec]:
+def rendezvous(mesh, *, port=None, **changes):
     """Return one for each rank. `changes` are other values of `RendezvousSpec`."""
     given = {"mesh": mesh, "host": LOOPBACK, "port": port or free_port()}
     given |= {"generation": next(generations), "timeout_s": TIMEOUT_S, **changes}
     return [RendezvousSpec(rank=rank, **given) for rank in range(mesh.size)]
 
 
-def join_groups(spec: RendezvousSpec, device: str = "cpu") -> ProcessGroups:
+def join_groups(spec, device="cpu"):
     groups = ProcessGroups(spec, torch.device(device))
     groups.join()
     return groups
@@ -75,42 +68,42 @@ def join_groups(spec: RendezvousSpec, device: str = "cpu") -> ProcessGroups:
 class SplitProcesses:
     """Processes on "cpu" or "cuda" that join as the ranks of one mesh. Call `leave` at the end."""
 
-    def __init__(self, processes: Processes, device: str = "cpu") -> None:
+    def __init__(self, processes, device="cpu"):
         self.processes, self.device, self.count = processes, device, 0
         self.pids: list[int] = []
 
-    def join(self, mesh: Mesh, **changes: Any) -> None:
+    def join(self, mesh, **changes):
         """Join with as many processes as the mesh has."""
         self.count = mesh.size
         self.pids = self.all(job_join, rendezvous(mesh, **changes), self.device)
 
-    def leave(self) -> None:
+    def leave(self):
         if self.count:
             self.all(job_leave)
 
-    def all(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+    def all(self, job, *args):
         """Return this job's result on every rank."""
         return self.processes.all(job, *args, count=self.count)
 
-    def run(self, *run: Any) -> list[dict[str, Any]]:
+    def run(self, *run):
         """Return the `job_run` result for experts, request and policy on every rank."""
         return self.all(job_run, *run, self.device)
 
-    def alone(self, experts: Any, request: Any, policy: Any, device: str = "") -> torch.Tensor:
+    def alone(self, experts, request, policy, device=""):
         """Return the latents for the same run in the first process alone."""
         run = (experts, request, policy, device or self.device)
         return self.processes[0].start(job_run_alone, *run).result()
 
-    def attention_with_lse(self) -> AbstractContextManager[None]:
+    def attention_with_lse(self):
         """Use attention with log-sum-exp, which a ring needs, on every rank."""
         return self._switched(job_use_attention_with_lse)
 
-    def int8_attention(self) -> AbstractContextManager[None]:
+    def int8_attention(self):
         """Offer a kernel for attention "int8" on every rank, which computes exactly on the CPU."""
         return self._switched(job_offer_int8_attention)
 
     @contextmanager
-    def _switched(self, job: Callable[..., Any]) -> Iterator[None]:
+    def _switched(self, job):
         self.all(job, True)
         try:
             yield
@@ -118,12 +111,12 @@ class SplitProcesses:
             self.all(job, False)
 
 
-def job_join(here: SimpleNamespace, every: list[RendezvousSpec], device: str) -> int:
+def job_join(here, every, device):
     here.groups = join_groups(every[here.number], place_of(here, device))
     return os.getpid()
 
 
-def job_leave_while_it_waits(here: SimpleNamespace, name: str) -> None:
+def job_leave_while_it_waits(here, name):
     threading.Timer(0.5, here.groups.leave).start()
     with here.groups.translate_errors("waited in vain"):
         given = torch.zeros(1, device=here.groups.device)
@@ -131,16 +124,16 @@ def job_leave_while_it_waits(here: SimpleNamespace, name: str) -> None:
         given.item()
 
 
-def job_leave(here: SimpleNamespace) -> None:
+def job_leave(here):
     if hasattr(here, "groups"):
         here.groups.leave()
 
 
-def place_of(here: SimpleNamespace, device: str) -> str:
+def place_of(here, device):
     return f"cuda:{here.number}" if device == "cuda" else device
 
 
-def experts_of(here: SimpleNamespace) -> ExpertsRegistry:
+def experts_of(here):
     """Return the registry of this process, which keeps experts open."""
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
     return here.experts
@@ -149,11 +142,11 @@ def experts_of(here: SimpleNamespace) -> ExpertsRegistry:
 class Crossed(TorchDispatchMode):
     """Dispatch mode that adds up the bytes brought here by collectives from other processes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.nbytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
         name = str(func)
         if name.startswith("_c10d_functional.all_to_all_single"):
@@ -177,12 +170,12 @@ def compute(here, part, experts, request, policy, device="cpu", **options):
     return denoise(pair, request, part, policy=policy, device=device, **options).latents
 
 
-def compute_share(here: SimpleNamespace, *run: Any, **options: Any) -> torch.Tensor:
+def compute_share(here, *run, **options):
     """Return this process's share of a run."""
     return compute(here, RunSlice(split=group_forward(here.groups)), *run, **options)
 
 
-def job_run(here: SimpleNamespace, *run: Any) -> dict[str, Any]:
+def job_run(here, *run):
     """Return this process's share, and the bytes from other processes.
 
     The bytes are counted by the groups and by torch.
@@ -194,11 +187,11 @@ def job_run(here: SimpleNamespace, *run: Any) -> dict[str, Any]:
     return {"latents": latents, "gathered": gathered, "crossed": crossed.nbytes}
 
 
-def job_run_alone(here: SimpleNamespace, *run: Any) -> torch.Tensor:
+def job_run_alone(here, *run):
     return compute(here, RunSlice(), *run)
 
 
-def job_run_compiled(here: SimpleNamespace, experts: ExpertsRef, *run: Any) -> list[dict[str, Any]]:
+def job_run_compiled(here, experts, *run):
     """This process's shares: blocks as they are, compiled, compiled again.
 
     And how often the compiler was at work.
@@ -215,7 +208,7 @@ def job_run_compiled(here: SimpleNamespace, experts: ExpertsRef, *run: Any) -> l
     return shares
 
 
-def compute_with(here: SimpleNamespace, experts: ExpertsRef, compiler: str | None) -> None:
+def compute_with(here, experts, compiler):
     """Open the experts, to be compiled by a torch backend that writes no kernels."""
     # Compiled blocks trace exact math.
     experts_of(here).get(experts).kernels = Kernels(math="exact", compiler=compiler)
@@ -228,7 +221,7 @@ def job_run_until(here, experts, request, policy, wishes, sent):
     """
     visits = itertools.count()
 
-    def wish() -> bool:
+    def wish():
         now = next(visits) >= wishes.get(here.number, math.inf)
         if now and sent is not None:
             os.kill(os.getpid(), sent)
@@ -248,7 +241,7 @@ def job_run_and_leave(here, experts, request, policy, visits):
     """
     polls = 0
 
-    def poll() -> bool:
+    def poll():
         nonlocal polls
         polls += 1
         if polls == visits:
@@ -260,27 +253,6 @@ def job_run_and_leave(here, experts, request, policy, visits):
     except ConnectionError as lost:
         return type(lost).__name__, polls
     raise AssertionError("the run did not end")
-
-
-def job_count_votes(here: SimpleNamespace, *run: Any) -> tuple[torch.Tensor, int, int]:
-    """Return this process's share and polls, and the group's decisions in between."""
-    polls, votes, decide = 0, 0, here.groups.any_wants
-
-    def poll() -> bool:
-        nonlocal polls
-        polls += 1
-        return False
-
-    def count(wants: bool) -> bool:
-        nonlocal votes
-        votes += 1
-        return bool(decide(wants))
-
-    here.groups.any_wants = count
-    try:
-        return compute_share(here, *run, should_stop=poll), polls, votes
-    finally:
-        del here.groups.any_wants
 
 
 def job_hold(here, counting, dtype, lanes, chunk_tokens):
@@ -310,7 +282,7 @@ def job_hold(here, counting, dtype, lanes, chunk_tokens):
     return alive.peak, estimate - (2 * lanes + 2) * 512 * width * dtype.itemsize
 
 
-def job_use_attention_with_lse(here: SimpleNamespace, used: bool) -> None:
+def job_use_attention_with_lse(here, used):
     """Register CPU attention for a ring, or use diffusers' own again, without log-sum-exp."""
     registry = attention_dispatch._AttentionBackendRegistry
     names = attention_dispatch.AttentionBackendName
@@ -320,7 +292,7 @@ def job_use_attention_with_lse(here: SimpleNamespace, used: bool) -> None:
     registry.set_active_backend(name)
 
 
-def job_offer_int8_attention(here: SimpleNamespace, offered: bool) -> None:
+def job_offer_int8_attention(here, offered):
     if offered:
         here.check_usable, engine.check_usable = engine.check_usable, lambda *_: None
         sys.modules["comfy_kitchen"] = kitchen(partial(attention_of_all_tokens, here))
@@ -334,7 +306,7 @@ def attention_of_all_tokens(here, query, key, value):
     return exact_attention(query, key, value)
 
 
-def job_seen(here: SimpleNamespace) -> tuple[int, ...]:
+def job_seen(here):
     """Return the shape [B, H, S, D] of the last queries to the kernel for attention "int8"."""
     return tuple(here.seen)
 
@@ -371,39 +343,15 @@ def attended(query, key, value):
 
 
 def job_attach_and_detach(here, experts, policy):
-    """Return the model attributes changed in context parallelism, and afterwards."""
-    engine = experts_of(here).get(experts).engine(policy, torch.device("cpu"))
-    before = everything_of(engine)
-    with group_forward(here.groups).attached(engine.models.bare.values()):
-        inside = everything_of(engine)
-    after = everything_of(engine)
-    return differing(before, inside), differing(before, after)
+    """Return every attribute before, in and after context parallelism: an id, or a length."""
+    models = experts_of(here).get(experts).engine(policy, torch.device("cpu")).models
+    modules = [module for model in models.bare.values() for module in model.modules()]
 
+    def attributes():
+        every = [item for owner in (*modules, models.settings) for item in vars(owner).items()]
+        return [(name, len(own) if isinstance(own, dict) else id(own)) for name, own in every]
 
-def kept(own: Any) -> Any:
-    """Return a copy of a dictionary, which may change, and anything else as it is."""
-    return dict(own) if isinstance(own, dict) else own
-
-
-def everything_of(engine: Any) -> dict[str, Any]:
-    """Return the attributes of every module's instance, and the block settings, by place."""
-    experts = engine.models.items()
-    owners = {f"{e} {name}": m for e, model in experts for name, m in model.named_modules()}
-    owners["settings"] = engine.models.settings
-    every = [(place, *own) for place, owner in owners.items() for own in vars(owner).items()]
-    return {f"{place}: {name}": kept(own) for place, name, own in every}
-
-
-def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    names = sorted(one.keys() | other.keys())
-    return [name for name in names if not same(one.get(name, missing), other.get(name, missing))]
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return True if both contain the same objects, compared by identity."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
-    return one is other or (isinstance(one, int | str | float | tuple) and one == other)
-
-
-missing = object()
+    before = attributes()
+    with group_forward(here.groups).attached(models.bare.values()):
+        inside = attributes()
+    return before, inside, attributes()

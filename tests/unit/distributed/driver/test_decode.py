@@ -1,12 +1,10 @@
 """Shared decode: bit-equal to one VAE, few tiles at a time, and lost, stopped or full workers."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +25,7 @@ from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.schema import Mesh
 from wanstream.schema.refs import PathMap, WorkersRef
 from wanstream.tests.support.distributed.reports import latents_of
+from wanstream.tests.support.distributed.tile_pool import ThreadPool
 from wanstream.wan.vae.memory import DecodeNeeds, VaeMemoryError
 from wanstream.wan.vae.tiles import Tiling, TilingError
 from wanstream.wan.vae.vae import DecodeOutOfMemoryError, VaeInputError, open_vae
@@ -50,6 +49,17 @@ def alone(tiny_pipeline, latents):
 
 
 @pytest.fixture
+def tile_pools():
+    """`tile_pools(count, before=...)` makes a `ThreadPool`."""
+    with ExitStack() as undo:
+
+        def make(count, before=lambda worker, task: None):
+            return undo.enter_context(closing(ThreadPool(count, before)))
+
+        yield make
+
+
+@pytest.fixture
 def job(tiny_pipeline, latents):
     return DecodeTask(latents=latents, vae=tiny_pipeline())
 
@@ -58,9 +68,9 @@ def job(tiny_pipeline, latents):
 def decode(job, alone):
     """`decode(pool, task=job, wanted=alone, **options)` decodes and checks the frames.
 
-    The options are arguments of the decode, `stop`, and values of the `WorkersRef`.
+    The options are arguments of the decode, `stop`, and `limits` of the `WorkersRef`.
     """
-    of_decode = ("tiling", "needs", "on_tile", "on_change")
+    limits = {"max_restarts": 1, "timeout_s": LIMIT_S, "paths": ()}
 
     def run(pool, task=job, wanted=alone, *, stop=bool, check=bool, **options):
         def check_both() -> None:
@@ -68,10 +78,9 @@ def decode(job, alone):
             if stop():
                 raise DecodeCancelled("stopped by the test")
 
-        how = {name: options.pop(name) for name in of_decode if name in options}
-        how = {"tiling": TILING, "needs": NEEDS, "check": check_both, **how}
-        limits = {"max_restarts": 1, "timeout_s": LIMIT_S, **options}
-        ref = WorkersRef(count=len(pool.workers), **limits)
+        given = {name: options.pop(name, usual) for name, usual in limits.items()}
+        ref = WorkersRef(count=len(pool.workers), **given)
+        how = {"tiling": TILING, "needs": NEEDS, "check": check_both, **options}
         frames = shared_decode.decode_in_shared_tiles(pool, ref, task, **how)
         assert wanted is None or torch.equal(frames, wanted)
         return frames
@@ -101,10 +110,14 @@ def in_time(at_least_s=0.0):
         go_on.set()
 
 
-def test_frames_are_those_of_one_worker(tile_pools, decode):
+def test_frames_are_those_of_one_worker(tile_pools, job, decode):
+    """The workers find the VAE where the path map says."""
     told: list[tuple[int, int]] = []
     pool = tile_pools(2)
-    decode(pool, on_tile=lambda *tiles: told.append(tiles))
+    here = Path("/nowhere/models")
+    maps = (PathMap(here=str(here), there=str(job.vae.parent)),)
+    elsewhere = replace(job, vae=here / job.vae.name)
+    decode(pool, elsewhere, paths=maps, on_tile=lambda *tiles: told.append(tiles))
     assert told == [(done, TILES) for done in range(1, TILES + 1)]
     assert sum(worker.tiles for worker in pool.workers) == TILES
     assert [worker.freed for worker in pool.workers] == [1, 1]
@@ -191,15 +204,7 @@ def test_the_other_workers_decode_while_a_lost_one_is_replaced(tile_pools, decod
 def test_failures_of_a_replacement(tile_pools, decode):
     def failing(error):
         pool = tile_pools(1, gone())
-        remaining = [error]
-        replace_now = pool.replace
-
-        def replace_later(rank):
-            if remaining:
-                raise remaining.pop()
-            return replace_now(rank)
-
-        pool.replace = replace_later
+        pool.replace = mock.Mock(wraps=pool.replace, side_effect=[error, mock.DEFAULT])
         return pool
 
     lost = WorkerLostError("it does not start", 0)
@@ -320,13 +325,6 @@ def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
             with pytest.raises(RestartLimitError, match=said):
                 decode(pool, one, timeout_s=0.2, max_restarts=0)
         assert hung.killed
-
-
-@SLOW
-def test_the_vae_is_found_where_the_path_map_says(tile_pools, job, decode):
-    here = Path("/nowhere/models")
-    maps = (PathMap(here=str(here), there=str(job.vae.parent)),)
-    decode(tile_pools(2), replace(job, vae=here / job.vae.name), paths=maps)
 
 
 def test_latents_of_another_shape_are_refused(tile_pools, job, decode):

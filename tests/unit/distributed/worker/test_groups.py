@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 from wanstream.distributed.worker.groups import GroupsState, ProcessGroups
+from wanstream.distributed.worker.weights import GroupGather
+from wanstream.offload import GatherBrokenError
 from wanstream.schema import Mesh
 from wanstream.tests.support.distributed.split_jobs import rendezvous
 
@@ -26,14 +28,16 @@ class Unfinished:
         return self
 
 
-def test_exchange_ends_with_its_connections():
+def test_gather_ends_with_its_connections(monkeypatch):
     groups = ProcessGroups(rendezvous(Mesh(cfg=2))[0], torch.device("cpu"))
     groups.state = GroupsState.JOINED
     groups._groups = {"weights": dist.group.WORLD}
     work = Unfinished()
-    threading.Timer(0.1, groups.abort_gathers).start()
-    with pytest.raises(dist.DistError, match="all_gather goes on"):
-        groups.exchange(work, group="weights")
+    monkeypatch.setattr(dist, "all_gather_single", work, raising=False)
+    gather = GroupGather(groups)
+    threading.Timer(0.1, gather.abort).start()
+    with pytest.raises(GatherBrokenError, match="the run ended while its weights were gathered"):
+        gather.all_gather(torch.zeros(2), torch.zeros(1))
     (outlasting,) = (each for each in threading.enumerate() if each.name == "wanstream-outlast")
     work.future.set_result(None)
     outlasting.join(10)
