@@ -4,8 +4,6 @@ Usage: `ray_placement.py FOLDER`. The last output line has every rank's machine 
 JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -3,8 +3,6 @@
 Prints the errors and the leftovers as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

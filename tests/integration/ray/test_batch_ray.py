@@ -3,15 +3,14 @@
 The files equal one process's, whatever is killed.
 """
 
-from __future__ import annotations
-
-import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,16 +18,14 @@ import pytest
 from wanstream.batch.backend import Unknown
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INTERRUPTED
-from wanstream.cli.batch import ray_backend
 from wanstream.cli.batch.row_messages import PATH
 from wanstream.distributed import WorkerLostError, open_services
-from wanstream.distributed.ray.connection import CONNECTION
+from wanstream.distributed.ray.connection import FOLDER_PREFIX
 from wanstream.schema.refs import WorkersRef
 from wanstream.testing.model import model_names, write_tiny_model
-from wanstream.tests.faults.replaced import named_models
-from wanstream.tests.support.batch import faulty_service
 from wanstream.tests.support.batch.command import command_line, shipped, videos
-from wanstream.tests.support.marks import needs_device_errors
+from wanstream.tests.support.distributed.programs import environment, started
+from wanstream.tests.support.polling import eventually
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -41,13 +38,6 @@ ACTOR = "ray::WanStreamWorker"
 ON_TWO = ("--ray", "--device", "cpu", "--workers", "2")
 
 
-def words(rows, workflow, models, folder):
-    """Return a batch's words, and write the rows and the workflow to the folder."""
-    seeds = [{"sampler.seed": number} for number in range(rows)]
-    places = ["--models", models, "--input", folder]
-    return command_line(folder, workflow, *seeds, options=places)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """The workflow's files, two blocks deep."""
@@ -58,7 +48,10 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def command(tmp_path_factory, models):
     """`command(out, *more)`: the words for a batch with the tiny model."""
-    given = words(ROWS, shipped(**SMALL), models, tmp_path_factory.mktemp("batch"))
+    folder = tmp_path_factory.mktemp("batch")
+    seeds = [{"sampler.seed": number} for number in range(ROWS)]
+    places = ["--models", models, "--input", folder]
+    given = command_line(folder, shipped(**SMALL), *seeds, options=places)
     return lambda out, *more: [*given, "--out", str(out), *more]
 
 
@@ -73,19 +66,10 @@ def alone(command, tmp_path_factory):
 @pytest.fixture
 def start(command, tmp_path):
     """Start the batch on two actors. Each call starts the same command."""
-    started: list[subprocess.Popen[str]] = []
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     program = [sys.executable, "-m", "wanstream.cli", *command(tmp_path, *ON_TWO)]
-
-    def run() -> subprocess.Popen[str]:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(program, env={**kept, "OMP_NUM_THREADS": "1"}, **pipes))
-        return started[-1]
-
-    yield run
-    for driver in started:
-        driver.kill()
-        driver.communicate(timeout=LIMIT_S)
+    given = {"stderr": subprocess.PIPE, "env": environment()}
+    with ExitStack() as undo:
+        yield lambda: undo.enter_context(started(program, **given))
 
 
 def actors(driver):
@@ -120,9 +104,13 @@ def test_same_command_continues_after_each_kind_of_loss(start, tmp_path, alone):
     driver = start()
     wait_for_files(driver, tmp_path, len(videos(tmp_path)) + 1)
     children = psutil.Process(driver.pid).children(recursive=True)
+    words = " ".join(word for process in children for word in process.cmdline())
+    folder = Path(tempfile.gettempdir(), re.search(rf"{FOLDER_PREFIX}\w+", words).group())
+    assert folder.exists()
     driver.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
+    assert eventually(lambda: not folder.exists()), "the files of Ray"
     times = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.mp4")}
     assert 2 <= len(times) <= ROWS - 4, "enough rows are left for the actors of the next command"
 
@@ -154,22 +142,13 @@ def test_ctrl_c_lets_the_running_rows_finish(start, tmp_path, alone):
     assert made.items() <= alone.items()
 
 
-@pytest.fixture(scope="module")
-def ray():
-    """A Ray of this process, for the actors of several tests."""
-    CONNECTION.acquire(WorkersRef(count=1))
-    yield
-    CONNECTION.release()
-
-
-@pytest.mark.usefixtures("ray")
 def test_restarted_process_gets_no_calls_of_the_old_one(models):
     settings = {"strict": False, "models": str(models), "input": "", "marked": ""}
     given = {"device": "cpu", "count": 1, "paths": [models]}
     opened = open_services(WorkersRef(count=1), (PATH, settings), **given)
     with opened as ((actor,), check_machine):
         assert actor.serve("outcome", "row").result(LIMIT_S) == Unknown()
-        psutil.Process(actor.started.facts.pid).kill()
+        actor.serve("end")
         actor.wait_for_end(LIMIT_S)
         until = time.monotonic() + LIMIT_S
         # No call is running now, so none fails when Ray starts the next process.
@@ -188,26 +167,3 @@ def restarted(actor):
     with suppress(WorkerLostError):
         return actor.call("started").result(LIMIT_S)
     return None
-
-
-@pytest.mark.usefixtures("ray")
-@needs_device_errors
-def test_actors_whose_device_or_disk_fails_cost_no_row(tmp_path, capfd, monkeypatch):
-    """One of each, and Ray restarts only the actor with the failed device."""
-    monkeypatch.setattr(ray_backend, "PATH", faulty_service.PATH)
-    faults = [tmp_path / faulty_service.DEVICE, tmp_path / faulty_service.DISK]
-    for fault in faults:
-        fault.touch()
-    messages = [
-        "has lost a row: node save (WanStreamSaveVideo): AcceleratorError: CUDA error: an illegal",
-        *("trying again", "its disk is full: on ", " bytes are free in "),
-        "; it gets no more rows",
-    ]
-    rows = 40
-    models = named_models(tmp_path / "models", shipped())
-    assert main([*words(rows, shipped(), models, tmp_path), *ON_TWO]) == 0
-    printed = capfd.readouterr()
-    assert f"{rows} of {rows} rows are done" in printed.out
-    assert all(message in printed.err for message in messages), printed.err
-    assert not any(fault.exists() for fault in faults)
-    assert len(videos(tmp_path / "out")) == rows

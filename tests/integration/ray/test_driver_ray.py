@@ -1,122 +1,58 @@
-"""The driver with workers behind Ray, and tiles.
-
-Workers are killed, runs are stopped, and nothing is left behind.
-"""
-
-from __future__ import annotations
+"""The driver with workers behind Ray: stopped runs, a killed worker, and nothing left behind."""
 
 import os
-import random
 import signal
-import threading
 import time
 
 import psutil
 import pytest
 import torch
 
-from wanstream.distributed import DecodeTask, Driver, decode_in_shared_tiles
-from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.distributed import DecodeTask, Driver, RayPool, decode_in_shared_tiles
 from wanstream.sampling.steps import SamplingCancelled, StepProgress
 from wanstream.schema import Mesh
 from wanstream.schema.refs import WorkersRef
 from wanstream.tests.support.memory_folder import names_in_shared_memory
+from wanstream.tests.support.sampling.runs import changed_request, normal
 from wanstream.wan.vae import Tiling, open_vae
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
-WORKERS = 4
-STEPS, SWITCH = 8, 4
 MESH = Mesh(stage=2, cfg=2)
-STOPS = 2
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def ref_of(mesh, **changes):
-    return WorkersRef(count=mesh.size, threads=1, timeout_s=60.0, **changes)
+REF = WorkersRef(count=MESH.size, threads=1, timeout_s=60.0, max_restarts=1)
 
 
 @pytest.fixture(scope="module")
 def pool():
-    from wanstream.distributed.ray.pool import RayPool
-
-    before = _left_behind()
-    with RayPool(ref_of(MESH), store_bytes=200 << 20) as started:
+    before = _open_things([])
+    with RayPool(REF, store_bytes=200 << 20) as started:
         yield started
-    assert not _stays_open(_left_behind, before), "nothing is left of it"
+    assert not _stays_open([], before), "nothing is left of it"
 
 
-@pytest.fixture(scope="module")
-def task(make_task):
-    """Two videos with 8 steps, half of them on each expert."""
-    steps = {"steps": STEPS, "switch_step": SWITCH, "solver": "unipc"}
-    return make_task(request={"noise": normal(2, 16, 2, 4, 6, seed=1), **steps})
+def pids_of(pool):
+    return [worker.started.facts.pid for worker in pool.workers]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(task, alone):
-    return alone(task)
-
-
-@pytest.fixture(scope="module")
-def driver(pool):
-    return Driver(pool, ref_of(MESH), MESH)
-
-
-def pid_of(pool, rank):
-    return int(pool.workers[rank].started.facts.pid)
-
-
-def test_a_worker_that_is_killed_costs_no_video(pool, driver, task, undisturbed):
-    killed = pid_of(pool, 0)
-    steps: list[StepProgress] = []
-
-    def on_step(step: StepProgress) -> None:
-        steps.append(step)
-        if step.done == STEPS:  # the handover to the second stage
-            time.sleep(0.04)
-            os.kill(killed, signal.SIGKILL)
-
-    ran = driver.denoise(task.experts, task.request, task.policy, on_step=on_step)
-    assert torch.equal(ran.latents, undisturbed)
-    # No reported step is repeated.
-    assert [step.done for step in steps] == list(range(1, 2 * STEPS + 1))
-    # A stage with nothing left to do needs no other worker, until the next run.
-    assert ran.restarts <= 1
-    again = driver.denoise(task.experts, task.request, task.policy)
-    assert torch.equal(again.latents, undisturbed)
-    assert pid_of(pool, 0) != killed
-
-
-def test_stopped_runs_leave_workers_and_machine_unchanged(pool, driver, task, undisturbed):
+def test_stopped_runs_leave_workers_and_machine_unchanged(pool, make_task, alone):
+    """Two videos. The second stop comes when both stages compute."""
+    steps = {"steps": 8, "switch_step": 4, "solver": "unipc"}
+    task = make_task(request={"noise": normal(2, 16, 2, 4, 6, seed=1), **steps})
+    long = changed_request(task.request, steps=60, switch_step=30)
+    driver = Driver(pool, REF, MESH)
     driver.denoise(task.experts, task.request, task.policy)
-    pids = [pid_of(pool, rank) for rank in range(WORKERS)]
+    pids = pids_of(pool)
     before = _open_things(pids)
-    chance = random.Random(0)
-    long = DenoiseRequest(**{**task.request.keywords(), "steps": 1000, "switch_step": 500})
-    for _ in range(STOPS):
-        stop = threading.Event()
-        at = chance.randrange(0, 2 * STEPS - 1)
-        timer = threading.Timer(chance.uniform(0, 0.1), stop.set)
-        if at == 0:
-            timer.start()
-
-        def start_timer(step, at=at, timer=timer):
-            if step.done == at:
-                timer.start()
-
-        how = {"should_stop": stop.is_set, "on_step": start_timer}
+    for at in (1, 40):
+        done = list[StepProgress]()
+        how = {"on_step": done.append, "should_stop": lambda at=at, done=done: len(done) >= at}
         with pytest.raises(SamplingCancelled):
             driver.denoise(task.experts, long, task.policy, **how)
-        timer.join()
         ran = driver.denoise(task.experts, task.request, task.policy)
-        assert torch.equal(ran.latents, undisturbed)
-    assert [pid_of(pool, rank) for rank in range(WORKERS)] == pids
-    assert not _stays_open(lambda: _open_things(pids), before)
+        assert torch.equal(ran.latents, alone(task))
+    assert pids_of(pool) == pids
+    assert not _stays_open(pids, before)
 
 
 def test_a_worker_that_is_killed_at_a_tile_costs_no_frame(pool, tiny_pipeline):
@@ -126,26 +62,15 @@ def test_a_worker_that_is_killed_at_a_tile_costs_no_frame(pool, tiny_pipeline):
     with open_vae(task.vae) as vae:
         needs = vae.decode_needs(task.latents)
         frames = vae.decode(task.latents, device="cpu", tiling=tiling)
-    killed = pid_of(pool, 1)
+    killed = pids_of(pool)[1]
 
     def on_tile(done: int, total: int) -> None:
         if done == 2:
             os.kill(killed, signal.SIGKILL)
 
-    ref = ref_of(MESH, max_restarts=1)
-    decoded = decode_in_shared_tiles(pool, ref, task, tiling, needs, on_tile=on_tile)
+    decoded = decode_in_shared_tiles(pool, REF, task, tiling, needs, on_tile=on_tile)
     assert torch.equal(decoded, frames)
-    assert pid_of(pool, 1) != killed
-
-
-def _left_behind() -> set[str]:
-    """Return this process and all descendants, their listening ports, and shared memory files."""
-    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    running = (process for process in family if process.is_running())
-    open_ports = [each for process in running for each in process.net_connections()]
-    listening = {each.laddr.port for each in open_ports if each.status == psutil.CONN_LISTEN}
-    names = names_in_shared_memory() | {f"process {process.pid}" for process in family}
-    return names | {f"port {port}" for port in listening}
+    assert pids_of(pool)[1] != killed
 
 
 def _open_things(pids: list[int]) -> set[str]:
@@ -156,13 +81,13 @@ def _open_things(pids: list[int]) -> set[str]:
     return numbered | names_in_shared_memory()
 
 
-def _stays_open(opened, before):
+def _stays_open(pids, before):
     """Return new resources still there after a minute.
 
     A leak stays. Ray's connections may end late on a busy machine, and other programs use shared
     memory too.
     """
     deadline = time.monotonic() + 60
-    while (after := opened() - before) and time.monotonic() < deadline:
+    while (after := _open_things(pids) - before) and time.monotonic() < deadline:
         time.sleep(0.2)
     return after

@@ -1,7 +1,5 @@
 """Workers in a Ray started elsewhere, and errors when Ray does not start."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,66 +11,54 @@ from pathlib import Path
 import psutil
 import pytest
 
-from wanstream.distributed.ray.environment import RaySetupError
-from wanstream.distributed.ray.pool import RayPool
+from wanstream.distributed import RayPool
+from wanstream.distributed.ray.environment import RaySetupError, on_loopback, token_of_cluster
 from wanstream.schema.refs import WorkersRef
+from wanstream.tests.support.distributed.programs import LIMIT_S, environment, started
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-LIMIT_S = 240
-PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32}
-
-
-def environment(**changes: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return {**kept, "OMP_NUM_THREADS": "1", **changes}
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
     """A Ray for several tests, with the address. The last test kills it."""
     folder = tmp_path_factory.mktemp("ray")
-    program = [sys.executable, str(HERE / "ray_head.py"), str(folder)]
-    process = subprocess.Popen(program, **PIPES, cwd=folder, env=environment(**TOKEN))
-    yield process, process.stdout.readline().strip()
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.communicate(timeout=LIMIT_S)
-    _, alive = psutil.wait_procs(children, timeout=10)
-    for child in alive:
-        child.kill()
+    program = [sys.executable, HERE / "ray_head.py", folder]
+    with started(program, cwd=folder, env=environment(**TOKEN)) as process:
+        yield process, process.stdout.readline().strip()
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.communicate(timeout=LIMIT_S)
+        _, alive = psutil.wait_procs(children, timeout=10)
+        for child in alive:
+            child.kill()
 
 
-@pytest.fixture
-def token_file(tmp_path: Path) -> str:
-    """A file with these clusters' token."""
-    file = tmp_path / "token"
-    file.touch(mode=0o600)
-    file.write_text(TOKEN["RAY_AUTH_TOKEN"])
-    return str(file)
-
-
-def output_of(program, folder):
-    """Run a program, and return the JSON in the last output line."""
-    given = {"stdout": subprocess.PIPE, "text": True, "cwd": folder, "env": environment()}
-    done = subprocess.run(program, timeout=LIMIT_S, check=True, **given)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_a_cluster_is_joined_and_left_as_it_was(head, tmp_path, token_file):
+def test_a_cluster_is_joined_and_left_as_it_was(head, token_file):
     _, address = head
-    program = [sys.executable, str(HERE / "ray_guest.py"), address, token_file]
-    found = output_of(program, tmp_path)
-    assert "3 workers on CPUs, but Ray has slots for 2" in found["too many"]
+    one = WorkersRef(count=1, threads=1, address=address, token_file=str(token_file))
     said = f"this process has workers at {address}: close those before starting others at local"
-    assert said in found["other Ray"]
-    assert found["left"] is True
-    assert f"this process is connected to the Ray at {address} already" in found["foreign"]
-    assert f"add {address} to the list of clusters" in found["foreign"]
-    assert found["kept"] is True, "a Ray that others made was ended"
-    assert len({*found["pids"], found["own pid"]}) == 2
+    with RayPool(one):
+        for other, message in (
+            (WorkersRef(count=3, address=address), "3 workers on CPUs, but Ray has slots for 2"),
+            (WorkersRef(count=1), said),
+        ):
+            with pytest.raises(RaySetupError, match=message):
+                RayPool(other)
+    assert not ray.is_initialized()
+    with on_loopback(), token_of_cluster(str(token_file)):
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    with pytest.raises(RaySetupError, match=f"the Ray at {address} already.* add {address} to"):
+        RayPool(WorkersRef(count=1))
+    pids = {os.getpid()}
+    with RayPool(one) as pool:
+        pids.add(pool.workers[0].call("facts").result(LIMIT_S).pid)
+    assert len(pids) == 2
+    assert ray.is_initialized(), "a Ray that others made was ended"
+    ray.shutdown()
 
 
 def test_without_its_token_a_cluster_refuses_in_words(head, monkeypatch):
@@ -86,8 +72,15 @@ def test_without_its_token_a_cluster_refuses_in_words(head, monkeypatch):
     assert f"the Ray cluster at {address} does not accept this process" in str(refused.value)
 
 
+def output_of(name, folder, argument):
+    """Run a program in this folder, and return the JSON in the last output line."""
+    program = [sys.executable, HERE / name, argument]
+    output = subprocess.check_output(program, text=True, cwd=folder, env=environment())
+    return json.loads(output.splitlines()[-1])
+
+
 def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path):
-    found = output_of([sys.executable, str(HERE / "ray_refused.py"), str(tmp_path)], tmp_path)
+    found = output_of("ray_refused.py", tmp_path, tmp_path)
     why = {"no room": "the minimum allowed is", "long name": "AF_UNIX path"}
     for case, reason in {**why, "no folder": "No such file or directory"}.items():
         assert "does not start on this machine: " in found[case]
@@ -99,7 +92,7 @@ def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path):
 def test_groups_are_reserved_on_one_machine_or_not_at_all(tmp_path):
     """A cluster with two machines, A and B, with 5 and 3 GPUs."""
     with tempfile.TemporaryDirectory() as folder:  # a short name, as Ray makes sockets there
-        found = output_of([sys.executable, str(HERE / "ray_placement.py"), folder], tmp_path)
+        found = output_of("ray_placement.py", tmp_path, folder)
     refused = found.pop("refused")
     machines = {layout: each["machines"] for layout, each in found.items()}
     of_eight = dict.fromkeys(("data 2 x ulysses 4", "data 8"), "AAAAABBB")
@@ -113,8 +106,8 @@ def test_groups_are_reserved_on_one_machine_or_not_at_all(tmp_path):
 SURVIVOR = """
 import os, sys, time
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.distributed.ray.environment import RaySetupError
-from wanstream.distributed.ray.pool import RayPool
+from wanstream.distributed import RayPool
+from wanstream.distributed.ray.environment import RaySetupError, on_loopback, token_of_cluster
 from wanstream.schema.refs import WorkersRef
 pool = RayPool(WorkersRef(count=1, threads=1, address=sys.argv[1], token_file=sys.argv[2]))
 print("joined", pool.usable, flush=True)
@@ -142,8 +135,7 @@ def test_a_cluster_that_ends_takes_nobody_with_it(head, tmp_path, token_file):
     children = psutil.Process(server.pid).children(recursive=True)
     limit = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
     program = [sys.executable, "-c", SURVIVOR, address, token_file]
-    guest = subprocess.Popen(program, **PIPES, cwd=tmp_path, env=environment(**limit))
-    try:
+    with started(program, cwd=tmp_path, env=environment(**limit)) as guest:
         assert guest.stdout.readline() == "joined True\n"
         server.kill()
         for process in children:
@@ -154,6 +146,3 @@ def test_a_cluster_that_ends_takes_nobody_with_it(head, tmp_path, token_file):
         lost, refused, usable = output.splitlines()
         assert (lost, usable) == ("lost", "usable False")
         assert refused.startswith(f"the Ray at {address} has ended or cannot be reached")
-    finally:
-        guest.kill()
-        guest.communicate(timeout=LIMIT_S)

@@ -3,8 +3,6 @@
 Without a Ray.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import os
@@ -15,7 +13,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from operator import is_
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,12 +159,26 @@ def test_worker_that_does_not_start_may_lack_the_token(answers):
         RayPool(ref, start_timeout_s=0.1)
 
 
-def test_workers_that_other_machines_reach_are_refused(ray, answers, monkeypatch):
-    facts = dataclasses.replace(started().facts, address="192.0.2.7")
-    monkeypatch.setattr(ray, "get", lambda *_, **__: started(facts=facts))
+@pytest.mark.parametrize(
+    ("address", "token", "beyond_loopback", "message"),
+    [
+        ("192.0.2.7", True, False, "192.0.2.7, which other machines reach: set remote_machines"),
+        ("192.0.2.7", False, True, "192.0.2.7 and requires no token: .* RAY_AUTH_MODE=token"),
+        ("192.0.2.7", True, True, ""),
+        ("::1", False, True, ""),
+        ("127.0.0.1", False, False, ""),
+    ],
+)
+def test_exposed_workers_are_refused_unless_allowed_and_guarded(
+    address, token, beyond_loopback, message, ray, answers, monkeypatch
+):
+    facts = dataclasses.replace(started().facts, address=address)
+    found = started(facts=facts, requires_token=token)
+    monkeypatch.setattr(ray, "get", lambda *_, **__: found)
     answers += [0.0]
-    with pytest.raises(RaySetupError, match=r"listen on 192\.0\.2\.7, which other machines reach"):
-        RayPool(WorkersRef(count=1, address="127.0.0.1:1", token_file="/token"))
+    cluster = {"address": "127.0.0.1:1", "token_file": "/token", "count": 1}
+    with pytest.raises(RaySetupError, match=message) if message else nullcontext():
+        RayPool(WorkersRef(**cluster, beyond_loopback=beyond_loopback)).close()
 
 
 def test_lost_workers_are_started_once_more(answers):
@@ -364,7 +376,8 @@ def test_a_worker_of_this_machine_whose_ray_is_gone_is_killed(ray, answers, monk
         monkeypatch.setattr(ray, "get", lambda *_, **__: started(facts=facts))
         answers += [0.0]
         pool = RayPool(WorkersRef(count=1), start_timeout_s=10.0)
-        assert psutil.pid_exists(process.pid)
+        pool.workers[0].wait_for_end(0.1)
+        assert psutil.pid_exists(process.pid), "Ray ends it"
         monkeypatch.setattr(ray_pool.CONNECTION, "is_alive", lambda: False)
         pool.close()
         assert not psutil.pid_exists(process.pid)

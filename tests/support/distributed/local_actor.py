@@ -3,18 +3,14 @@
 It can be killed, and is restarted as Ray would.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
+from copy import deepcopy
 from typing import Any
 
 from wanstream.cli.batch.ray_backend import RayBackend, stop_all
 from wanstream.cli.batch.row_service import RowService
-from wanstream.cli.options import BatchOptions
 from wanstream.distributed import WorkerLostError
 
 PLAIN = (str, int, float, bool, bytes, type(None))
@@ -23,7 +19,7 @@ ROWS, STOPPING = "wanstream rows", "stopping service"
 END_SECONDS = 30.0
 
 
-def is_plain(value: object) -> bool:
+def is_plain(value):
     """Return True for values a process can unpickle before it has imported the pack."""
     if isinstance(value, dict):
         return all(is_plain(each) for pair in value.items() for each in pair)
@@ -33,7 +29,7 @@ def is_plain(value: object) -> bool:
 
 
 @contextmanager
-def rows_ended() -> Iterator[None]:
+def rows_ended():
     """After the `with`, no stopped service runs a row, and no service is still stopping.
 
     A running row writes into a temporary folder, so a test's folder could not be removed.
@@ -53,7 +49,7 @@ class LocalActor:
     Like a `RayWorkerHandle` it does not call the new service before `restarted`.
     """
 
-    def __init__(self, make: Callable[[], RowService], rank: int = 0, *, down: int = 2) -> None:
+    def __init__(self, make, rank=0, *, down=2):
         self._make, self.rank, self._down = make, rank, down
         self.service = make()
         self.calls: list[str] = []
@@ -61,19 +57,19 @@ class LocalActor:
         self.restarts, self._left, self._killed = 0, 0, False
         self._lock = threading.Lock()
 
-    def kill(self) -> None:
+    def kill(self):
         """End the process. The thread goes on for a moment, as on a machine that was cut off."""
         with self._lock:
             if not self._killed:
                 service, self._left, self._killed = self.service, self._down, True
                 threading.Thread(target=service.stop, name=STOPPING, daemon=True).start()
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, method, *args):
         """Return the result from the process's worker."""
         with self._lock:
             return self._lost() or _answer(lambda: method)
 
-    def serve(self, method: str, *args: Any) -> Future[Any]:
+    def serve(self, method, *args):
         """See `Actor.serve`."""
         assert is_plain(args), (method, args)
         self.calls.append(method)
@@ -84,17 +80,17 @@ class LocalActor:
             lost, service = self._lost(started=False), self.service
         return lost or _answer(lambda: getattr(service, method)(*args))
 
-    def restarted(self, started: Any) -> None:
+    def restarted(self, started):
         """See `Actor.restarted`."""
         assert started == "started"
         self.restarts += 1
         self._killed, self.service = False, self._make()
 
-    def has_ray(self) -> bool:
+    def has_ray(self):
         """See `Actor.has_ray`."""
         return not self.without_ray
 
-    def _lost(self, *, started: bool = True) -> Future[Any] | None:
+    def _lost(self, *, started=True):
         """Return a dead process's answer, or None.
 
         With `started`, a restarted process answers, too.
@@ -107,16 +103,16 @@ class LocalActor:
         return future
 
 
-def _answer(call: Callable[[], Any]) -> Future[Any]:
+def _answer(call):
     future: Future[Any] = Future()
     try:
-        future.set_result(call())
+        future.set_result(deepcopy(call()))
     except Exception as err:  # noqa: BLE001 - the future raises it
-        future.set_exception(err)
+        future.set_exception(deepcopy(err))  # without the cause, as from another process
     return future
 
 
-def row_service(options: BatchOptions, output: Path) -> Callable[[], RowService]:
+def row_service(options, output):
     """Return a service constructor.
 
     The hosts save in `output` if the machine has that folder.
@@ -125,7 +121,7 @@ def row_service(options: BatchOptions, output: Path) -> Callable[[], RowService]
     return lambda: RowService("cpu", 1, strict=False, **folders, marked=str(output / MARK))
 
 
-def local_backend(actor: LocalActor, options: BatchOptions) -> RayBackend:
+def local_backend(actor, options):
     """Return an actor's backend."""
     return RayBackend(
         actor, options, {}, MARK, check_machine=lambda _: None, stop=lambda: stop_all([actor])

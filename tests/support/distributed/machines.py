@@ -2,25 +2,22 @@
 
 Each has its own network, address, name, processes, /tmp and /dev/shm.
 
-    with Machines(folder, ["/srv", "/media", "/media"]) as machines:
-        machines[0].start(["ray", "start", "--head", ...])
+    with started_machines(folder, ["/srv", "/media", "/media"]) as machines:
+        subprocess.run([*machines[0].enter, "ray", "start", "--head", ...])
         machines[2].end()
 
 They are Linux namespaces, which only root can create. The machines are connected to a bridge in one
 more network and are not visible outside. A machine ends when its first process ends, and that
-process ends with this one. Only names remain then, which `close` removes.
+process ends with this one. Only names remain then, which the end of the `with` removes.
 """
-
-from __future__ import annotations
 
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -79,12 +76,8 @@ class Machine:
             self._first.communicate(timeout=WAIT_S)
             raise OSError(f"{name} does not start; the reason is in its output")
         (self._inside,) = psutil.Process(self._first.pid).children()
-
-    def start(self, command, environment, **given):
-        """Start a program there, with only this environment."""
-        enter = f"nsenter --target {self._inside.pid} --net --mount --uts --ipc --pid".split()
-        given |= {"env": dict(environment), "text": True, "cwd": "/"}
-        return subprocess.Popen([*enter, *command], **given)
+        # Before the words of a program that is to run there.
+        self.enter = f"nsenter --target {self._inside.pid} --net --mount --uts --ipc --pid".split()
 
     def write(self, path: str, text: str) -> None:
         """Write a file readable only by the owner to the machine's /tmp."""
@@ -104,53 +97,36 @@ class Machine:
         self._first.stdout.close()
 
 
-class Machines(Sequence[Machine]):
-    """Machines that reach each other, and nothing else. Use in a `with`.
+@contextmanager
+def started_machines(folder: Path, models: Sequence[str]) -> Iterator[list[Machine]]:
+    """Start machines that reach each other, and nothing else. In the end remove every trace.
 
     Args:
         models: by machine, as in `Machine`.
     """
+    every: list[Machine] = []
+    with ExitStack() as undo:
 
-    def __init__(self, folder: Path, models: Sequence[str]) -> None:
-        self._undo = ExitStack()
-        self._every: list[Machine] = []
-        with ExitStack() as undo:
-            bridge = self._network("bridge", undo)
-            _ip("-n", bridge, "link", "add", "switch", "up", "type", "bridge")
-            for number, place in enumerate(models):
-                name, address = f"machine-{number}", f"{ADDRESSES}.{number + 1}"
-                network = self._network(str(number), undo)
-                veth = f"eth0 netns {network} type veth peer name {name} netns {bridge}"
-                _ip("link", "add", *veth.split())
-                _ip("-n", bridge, "link", "set", name, "up", "master", "switch")
-                _ip("-n", network, "addr", "add", f"{address}/24", "dev", "eth0")
-                for device in ("lo", "eth0"):
-                    _ip("-n", network, "link", "set", device, "up")
-                self._every.append(Machine(name, network, address, folder / name, place))
-                undo.callback(self._every[-1].end)
-            self._undo = undo.pop_all()
+        def network(name: str) -> str:
+            whole = f"wanstream-{os.getpid()}-{name}"
+            _ip("netns", "add", whole)
+            undo.callback(_ip, "netns", "del", whole)
+            return whole
 
-    def close(self) -> None:
-        """End all machines, and remove every trace. Closing twice is allowed."""
-        self._undo.close()
-
-    def _network(self, name: str, undo: ExitStack) -> str:
-        whole = f"wanstream-{os.getpid()}-{name}"
-        _ip("netns", "add", whole)
-        undo.callback(_ip, "netns", "del", whole)
-        return whole
-
-    def __getitem__(self, number: Any) -> Any:
-        return self._every[number]
-
-    def __len__(self) -> int:
-        return len(self._every)
-
-    def __enter__(self) -> Machines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        bridge = network("bridge")
+        _ip("-n", bridge, "link", "add", "switch", "up", "type", "bridge")
+        for number, place in enumerate(models):
+            name, address = f"machine-{number}", f"{ADDRESSES}.{number + 1}"
+            own = network(str(number))
+            veth = f"eth0 netns {own} type veth peer name {name} netns {bridge}"
+            _ip("link", "add", *veth.split())
+            _ip("-n", bridge, "link", "set", name, "up", "master", "switch")
+            _ip("-n", own, "addr", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _ip("-n", own, "link", "set", device, "up")
+            every.append(Machine(name, own, address, folder / name, place))
+            undo.callback(every[-1].end)
+        yield every
 
 
 def _ip(*words: str) -> None:
