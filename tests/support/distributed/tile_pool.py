@@ -3,8 +3,6 @@
 Each may be delayed or fail before a tile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Cluster list: entries, and remote addresses, which need permission and a token."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Batch options for a folder in memory, with computing replaced."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

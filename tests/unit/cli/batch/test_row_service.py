@@ -1,7 +1,5 @@
 """A row service's folders, and blocks shared with other services of the machine."""
 
-from __future__ import annotations
-
 import os
 import sys
 

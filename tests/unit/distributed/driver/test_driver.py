@@ -1,7 +1,5 @@
 """Driver with workers that fail on request: only time is lost, and every run ends."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

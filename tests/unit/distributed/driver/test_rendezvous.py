@@ -1,12 +1,10 @@
 """Groups of workers that join, leave, get lost and are replaced."""
 
-from __future__ import annotations
-
 import errno
-import itertools
 import logging
 import queue
 import threading
+from unittest import mock
 
 import pytest
 
@@ -72,15 +70,8 @@ def test_groups_join_separately_and_stay_joined(run):
 @pytest.mark.parametrize("failing", [2, 9])
 def test_workers_that_do_not_start_count_as_lost(failing, run):
     pool = FakePool(2, [Fault(1, 2, "dies")])
-    replace_worker = pool.replace
-    tries = itertools.count()
-
-    def sometimes(rank: int) -> FakeWorker:
-        if next(tries) < failing:
-            raise WorkerLostError("it does not start", rank)
-        return replace_worker(rank)
-
-    pool.replace = sometimes
+    tries = [WorkerLostError("it does not start", 1)] * failing + [mock.DEFAULT]
+    pool.replace = mock.Mock(wraps=pool.replace, side_effect=tries)
     driver = driver_of(pool, CFG)
     if failing < 3:
         assert run(driver).restarts == 3

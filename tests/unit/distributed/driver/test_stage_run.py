@@ -1,7 +1,5 @@
 """Scheduling loop with a group whose messages wait."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 
 from wanstream.distributed.driver.stage_run import CallEnd, JobEnd, JobEvent, StageRun

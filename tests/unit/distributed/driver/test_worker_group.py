@@ -1,7 +1,5 @@
 """Tasks on a group's workers: how they end, and whether the workers can go on as they are."""
 
-from __future__ import annotations
-
 import gc
 import queue
 import time

@@ -1,7 +1,5 @@
 """Job schedule under random events: each job is done once, no group idles without need."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import Counter
@@ -188,20 +186,6 @@ def test_two_restarts_of_each_group_within_an_hour(losses, given_up_after):
         if not schedule.is_running:
             break
     assert schedule.lost == (given_up_after or len(losses))
-
-
-def test_pipeline_keeps_the_order_of_its_items():
-    """Two equally long stages, three items: the second group is one job behind the first."""
-    schedule = schedule_of([[range(2), range(2, 4)]] * 3)
-    rounds = []
-    while schedule.is_running:
-        while (each := schedule.next()) is not None:
-            schedule.start(each)
-        rounds.append({group.stage: item for group, item in schedule.busy.items()})
-        for group, item in list(schedule.busy.items()):
-            schedule.step(group, schedule.items[item].remaining.stop)
-            schedule.finish(group)
-    assert rounds == [{0: 0}, {0: 1, 1: 0}, {0: 2, 1: 1}, {1: 2}]
 
 
 def test_a_lost_job_goes_first_to_another_group_of_its_stage():

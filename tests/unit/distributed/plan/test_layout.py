@@ -1,7 +1,5 @@
 """Layout chosen by the rule or refused, and a worker's part in a run and on a machine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -290,24 +288,6 @@ def _check(mesh, *, heads=40, experts=EXPERTS, **changes):
     return distributed.check_layout(mesh, run_shape(expert=expert, steps=steps, **given), samples)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "changes"),
-    [
-        (Mesh(), {}),
-        (Mesh(ulysses=8), {"tokens": 32_763}),
-        (Mesh(cfg=2, ulysses=2), {"tokens": 2_809}),
-        (Mesh(cfg=2, ulysses=4), {}),
-        (Mesh(ring=2, ulysses=8), {"tokens": 75_600}),
-        (Mesh(data=4, stage=2), {"samples": 8}),
-        (Mesh(ring=3), {"heads": 1}),
-        (Mesh(ring=3), tokens(30, 18, 15)),
-        (Mesh(ulysses=2), tokens(30, 15, 15)),
-    ],
-)
-def test_a_mesh_that_keeps_every_worker_busy_has_no_warnings(mesh, changes):
-    assert _check(mesh, **changes) == ()
-
-
 REFS = "2809 of them belong to sources and references: give every reference a side of a multiple"
 
 
@@ -339,8 +319,18 @@ def test_a_mesh_that_cannot_run_is_refused_with_a_remedy(mesh, changes, message)
         (Mesh(data=4), {"samples": 3}, "data 4 for 3 videos: 1 of 4 rows of workers are idle"),
         (Mesh(stage=2), {}, "stage 2 x data 1 for 1 video: at most 1 of 2 groups work at a time"),
         (Mesh(cfg=2), {"sides": {"high": 2, "low": 1}}, "cfg 2: the low expert has one lane, so"),
+        (Mesh(), {}, ""),
+        (Mesh(ulysses=8), {"tokens": 32_763}, ""),
+        (Mesh(cfg=2, ulysses=2), {"tokens": 2_809}, ""),
+        (Mesh(cfg=2, ulysses=4), {}, ""),
+        (Mesh(ring=2, ulysses=8), {"tokens": 75_600}, ""),
+        (Mesh(data=4, stage=2), {"samples": 8}, ""),
+        (Mesh(ring=3), {"heads": 1}, ""),
+        (Mesh(ring=3), tokens(30, 18, 15), ""),
+        (Mesh(ulysses=2), tokens(30, 15, 15), ""),
     ],
 )
 def test_idle_workers_are_reported(mesh, changes, words):
-    (said,) = _check(mesh, **changes)
-    assert said.startswith(words)
+    """Without words, the mesh keeps every worker busy."""
+    said = [warning[: len(words)] for warning in _check(mesh, **changes)]
+    assert said == [words] * bool(words)

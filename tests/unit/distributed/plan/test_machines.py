@@ -1,7 +1,5 @@
 """Plan of machines: one machine per group where it fits, consecutive ranks on each machine."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 
@@ -36,7 +34,6 @@ def test_groups_are_on_one_machine_where_they_fit(free, count, sizes, parts):
     [
         (Mesh(), (1,)),
         (Mesh(data=2, cfg=2), (2,)),
-        (Mesh(ulysses=4), (4,)),
         (Mesh(cfg=2, ulysses=4), (8, 4)),
         (Mesh(stage=2, cfg=2, ring=2, ulysses=2), (8, 4, 2)),
     ],

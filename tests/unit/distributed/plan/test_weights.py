@@ -1,7 +1,5 @@
 """Weight placement between workers, chosen machine by machine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,11 +1,7 @@
 """Messages about a worker lost behind a fake Ray, the worker's end, and the version check."""
 
-from __future__ import annotations
-
 import platform
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -35,9 +31,8 @@ def lose(monkeypatch):
     return message
 
 
-def worker(logs=(), node=HERE, pid=None):
-    facts = Worker("cpu", machine=node).facts()
-    facts = replace(facts, node=node, pid=pid or facts.pid)
+def worker(logs=(), node=HERE):
+    facts = replace(Worker("cpu", machine=node).facts(), node=node)
     started = Started(facts=facts, logs=logs, requires_token=False, process="p")
     context = SimpleNamespace(get_node_id=lambda: HERE)
     ray = SimpleNamespace(is_initialized=lambda: False, get_runtime_context=lambda: context)
@@ -46,29 +41,20 @@ def worker(logs=(), node=HERE, pid=None):
 
 def test_the_end_of_a_log_is_shown_and_its_path_only_if_it_stays(lose, tmp_path):
     log, empty, gone = (tmp_path / name for name in ("worker.out", "worker.err", "not here"))
-    log.write_text(":job_id:01\nout of memory\n")
+    lines = [f"line {number}" for number in range(100)]
+    text = "\n".join([":job_id:01", *lines, ":actor_name:X", "out of memory"])
+    log.write_bytes(text.encode() + b"\xff\n")
+    shown = "\n".join([*lines[71:], "out of memory\N{REPLACEMENT CHARACTER}"])
     empty.touch()
     logs = (str(log), str(empty))
     ended = "it was ended from here"
-    assert lose("local", logs) == f"{ended}\nThe end of its log:\nout of memory"
-    named = f"The end of its log ({log} and {empty}):\nout of memory"
+    assert lose("local", logs) == f"{ended}\nThe end of its log:\n{shown}"
+    named = f"The end of its log ({log} and {empty}):\n{shown}"
     assert lose(CLUSTER, logs) == f"{ended}\n{named}"
     assert lose("local", (str(empty),)) == lose(CLUSTER, (str(empty),)) == ended
     # On another machine.
     assert lose(CLUSTER, (str(gone),), "node-b") == f"{ended}; its log on node-b is {gone}"
     assert lose("local", (str(gone),)) == ended, "our Ray has removed it"
-
-
-@pytest.mark.integration
-def test_a_worker_whose_ray_is_gone_is_ended_from_here(monkeypatch):
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
-        try:
-            for is_alive, limit_s in ((True, 1.0), (False, 30.0)):
-                monkeypatch.setattr(CONNECTION, "is_alive", lambda alive=is_alive: alive)
-                worker(pid=process.pid).wait_for_end(limit_s)
-                assert (process.poll() is None) == is_alive
-        finally:
-            process.kill()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +83,12 @@ def a_worker(node: str = "rack", **versions: str) -> WorkerFacts:
 
 @pytest.mark.parametrize(
     ("name", "version"),
-    [("torch", "2.13.1"), ("torch", "2.13.0+cpu"), ("diffusers", "0.39.2"), ("Python", "3.11.9")],
+    [
+        ("torch", "2.13.1"),
+        ("torch", "2.13.0+cpu"),
+        ("diffusers", "0.39.0.dev0"),
+        ("Python", "3.11"),
+    ],
 )
 def test_what_differs_behind_the_second_number_fits(name, version):
     ray_pool.check_versions(VERSIONS, [DRIVER, a_worker(**{name: version})])
@@ -120,19 +111,11 @@ def test_other_versions_are_refused_by_name(name, version, monkeypatch):
 
 
 def test_every_difference_is_told():
-    other = a_worker(torch="2.9.0", diffusers="0.36.0")
+    other = a_worker(torch="main", diffusers="0.36.0")
     with pytest.raises(ray_pool.VersionsError) as refused:
         ray_pool.check_versions(VERSIONS, [other, DRIVER, other])
     told = str(refused.value)
     assert [told.count(f"worker {rank}") for rank in range(3)] == [2, 0, 2]
-
-
-@pytest.mark.parametrize(
-    ("version", "first_two"),
-    [("2.13.1+cu130", "2.13"), ("0.39.0.dev0", "0.39"), ("3.11", "3.11"), ("main", "main")],
-)
-def test_the_series_of_a_version(version, first_two):
-    assert ray_pool.series(version) == first_two
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Actors' services: their number, and checks of their machines."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A worker computes its task, independent of earlier tasks."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -13,14 +11,13 @@ import pytest
 import torch
 
 import wanstream
-from wanstream.block_kernels.attention import KernelsError
 from wanstream.devices.clock import DeviceError
-from wanstream.distributed.messages import DecodeTask, RendezvousSpec, RunTask, StepReport
+from wanstream.distributed.messages import DecodeTask, RendezvousSpec, StepReport
 from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.distributed.worker.worker import Worker
-from wanstream.sampling.steps import RequestError, SamplingCancelled
+from wanstream.sampling.steps import SamplingCancelled
 from wanstream.schema import Mesh, parse_step_strengths
-from wanstream.schema.refs import ExpertsRef, LoraRef, PathMap
+from wanstream.schema.refs import LoraRef, PathMap
 from wanstream.testing.experts import make_lora, save_lora
 from wanstream.tests.support.distributed.reports import Reports, latents_of
 
@@ -38,16 +35,6 @@ def ignore(_): ...
 
 
 PLACE = RendezvousSpec(rank=0, mesh=Mesh(), host="127.0.0.1", port=1, generation=1, timeout_s=10)
-
-
-@SLOW
-def test_the_second_task_runs_what_it_says(worker, make_task, experts_ref, alone):
-    first, reseeded = make_task(), make_task(seed=20)
-    swapped = make_task(experts=experts_ref(high=2, low=1))
-    other = make_task(experts=experts_ref(high=1, low=3))
-    for task in (first, reseeded, swapped, other, first):
-        assert torch.equal(latents_of(worker, task), alone(task))
-    assert len({alone(task).sum().item() for task in (first, reseeded, swapped, other)}) == 4
 
 
 def test_experts_are_opened_where_the_path_map_says(worker, make_task, experts_ref, alone):
@@ -73,7 +60,7 @@ def test_steps_are_told_with_a_state_that_goes_on_elsewhere(worker, make_task):
     assert torch.equal(latents_of(worker, make_task(until=2)), reports[1].state.latents)
 
 
-def test_states_are_handed_over_at_intervals(worker, make_task, record_property):
+def test_states_are_handed_over_at_intervals(worker, make_task):
     def reported(**intervals: float) -> tuple[list[tuple[bool, bool]], list[int]]:
         reports = Reports()
         worker.run(make_task(**intervals), reports)
@@ -87,7 +74,6 @@ def test_states_are_handed_over_at_intervals(worker, make_task, record_property)
     assert reported() == (after, kept)
     # The first preview is due.
     assert reported(handover_s=60.0, preview_s=60.0)[0] == [(False, True), *after[1:]]
-    record_property("bytes of each step's report, before and after", (every_step, kept))
     latents = make_task().request.noise.numel() * 4
     assert min(every_step) > 3 * latents
     assert max(kept[:3]) < 1500, "a record"
@@ -117,44 +103,19 @@ def test_the_last_state_of_a_run_that_failed_can_be_requested(worker, make_task)
     assert worker.last_state(task.run_id) is None, "only that of the last run is kept"
 
 
-@pytest.mark.parametrize("step", [0, 2])
-def test_a_stopped_worker_is_usable_at_once(step, worker, make_task, alone):
+def test_a_stopped_worker_is_usable_at_once(worker, make_task, alone):
     task, reports = make_task(), list[StepReport]()
 
     def on_report(each: StepReport) -> None:
         reports.append(each)
-        if len(reports) == step:
+        if len(reports) == 2:
             worker.stop(task.run_id)
 
-    if step == 0:
-        worker.stop(task.run_id)
     with pytest.raises(SamplingCancelled) as cancelled:
         worker.run(task, on_report)
-    assert (cancelled.value.step, cancelled.value.block) == (step, 0)
-    assert len(reports) == step
+    assert (cancelled.value.step, cancelled.value.block, len(reports)) == (2, 0, 2)
     after = make_task()
     assert torch.equal(latents_of(worker, after), alone(after))
-
-
-def test_a_failed_task_leaves_the_worker_usable(worker, make_task, alone, tmp_path):
-    gone = ExpertsRef(high_noise=tmp_path / "gone", low_noise=tmp_path / "gone")
-    with pytest.raises(ValueError, match="gone"):
-        worker.run(make_task(experts=gone), ignore)
-    with pytest.raises(RequestError):
-        worker.run(make_task(until=9), ignore)
-    with pytest.raises(ZeroDivisionError):
-        worker.run(make_task(), lambda _: 1 / 0)
-    task = make_task()
-    assert torch.equal(latents_of(worker, task), alone(task))
-
-
-def test_worker_uses_the_attention_of_its_experts(worker, make_task, experts_ref, alone):
-    def task(attention: str) -> RunTask:
-        return make_task(experts=dataclasses.replace(experts_ref(), attention=attention))
-
-    with pytest.raises(KernelsError, match="CUDA devices only, and this is cpu: choose 'sdpa'"):
-        worker.run(task("cudnn"), ignore)
-    assert torch.equal(latents_of(worker, task("sdpa")), alone(make_task()))
 
 
 def test_facts_are_those_of_this_process(worker, tmp_path):
