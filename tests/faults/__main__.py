@@ -12,7 +12,6 @@ from pathlib import Path
 
 from wanstream.tests.faults.campaign import Campaign
 from wanstream.tests.faults.cases import KINDS, SkippedError
-from wanstream.tests.faults.stage import Findings
 
 _COSTS = ("lost", "doubled", "broken", "leaked")
 
@@ -25,7 +24,6 @@ def run() -> int:
     add("--first", type=int, help="of each kind only so many cases")
 
     args = parser.parse_args()
-    kinds = [kind for kind in KINDS if args.kind.lower() in kind.name.lower()]
     begun, totals = time.monotonic(), Counter[str]()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -33,19 +31,23 @@ def run() -> int:
     ):
         print(f"| fault | n | {' | '.join(_COSTS)} | exit codes of all clients | seconds |")
         print("|---|--:|--:|--:|--:|--:|---|--:|")
-        for kind in kinds:
-            start, found = time.monotonic(), []
-            for case in campaign.cases([kind])[: args.first]:
+        for kind in (kind for kind in KINDS if args.kind.lower() in kind.name.lower()):
+            start, costs, codes = time.monotonic(), Counter[str](), Counter[int]()
+            for number in range(campaign.count(kind))[: args.first]:
                 try:
-                    found.append(campaign.run(case))
+                    findings = campaign.run(kind, number)
                 except SkippedError as err:
                     print(f"SKIPPED: {kind.name}: {err}", file=sys.stderr, flush=True)
                     break
-                _print_costs(kind.name, case.number, found[-1])
-            costs = Counter(n=len(found))
-            costs.update(cost for each in found for cost in _COSTS if getattr(each, cost))
-            codes = sorted(Counter(code for each in found for code in each.codes).items())
-            listed = ", ".join(f"{code}: {count}" for code, count in codes)
+                codes.update(findings.codes)
+                costs["n"] += 1
+                for cost in _COSTS:
+                    found = getattr(findings, cost)
+                    costs[cost] += bool(found)
+                    for what in found:
+                        where = f"{kind.name}, case {number}"
+                        print(f"{where}: {cost}: {what}", file=sys.stderr, flush=True)
+            listed = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
             _print_row(kind.name, costs, listed, start)
             totals.update(costs)
     _print_row(f"sum, seed {args.seed}", totals, "", begun)
@@ -55,12 +57,6 @@ def run() -> int:
 def _print_row(name: str, costs: Counter[str], codes: str, begun: float) -> None:
     numbers = " | ".join(str(costs[cost]) for cost in ("n", *_COSTS))
     print(f"| {name} | {numbers} | {codes} | {time.monotonic() - begun:.0f} |", flush=True)
-
-
-def _print_costs(kind: str, number: int, findings: Findings) -> None:
-    for cost in _COSTS:
-        for what in getattr(findings, cost):
-            print(f"{kind}, case {number}: {cost}: {what}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,19 @@ import random
 import shutil
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
+from PIL import Image
 
 from wanstream.batch.output_store import check_media
 from wanstream.testing.model import write_tiny_model
 from wanstream.tests.faults.cases import KINDS, Kind, Place, SkippedError
 from wanstream.tests.faults.replaced import computing_replaced, named_models
 from wanstream.tests.faults.stage import Findings, Stage
-from wanstream.tests.support.batch.command import Prompt, shipped, videos, write_rows
+from wanstream.tests.support.batch.command import Prompt, shipped, videos
 from wanstream.tools import comfyui as comfyui_tools
 
 ROWS: tuple[dict[str, Any], ...] = tuple({"sampler.seed": seed} for seed in range(1, 5))
@@ -28,18 +27,21 @@ ROWS[1]["name"] = "shot"
 REAL_ROWS = 3
 _REAL = ("real", "run", "comfyui")
 """Worlds where videos are computed."""
+_LIKE_REPLACED = ("lanes", "server")
+"""Worlds with the files and crash points of the world "replaced"."""
+
+
+def _chain() -> list[dict[str, Any]]:
+    """Return ten shuffled rows, each continuing the one before, with a branch from the middle."""
+    rows: list[dict[str, Any]] = [{"name": f"r{n}", "sampler.seed": n} for n in range(10)]
+    for number, row in enumerate(rows[1:]):
+        row["continues"] = f"r{number if number < 8 else 4}"
+    random.Random(19).shuffle(rows)
+    return rows
 
 
 def _first_kind(world: str) -> Kind:
     return next(kind for kind in KINDS if kind.world == world)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One fault: a kind, and a number within the kind."""
-
-    kind: Kind
-    number: int
 
 
 def small_workflow() -> Prompt:
@@ -82,43 +84,32 @@ class Campaign:
     """Stages below a folder, with everything they share made once."""
 
     def __init__(self, folder: Path, *, seed: int) -> None:
-        # A child forked from a process with a thread pool would wait for threads it lacks.
-        torch.set_num_threads(1)
         self.folder, self.seed = folder, seed
-        self.workflow = small_workflow()
         self._made = 0
+        self._points: dict[str, int] = {}
+        self._files: dict[str, dict[str, list[bytes]]] = {}
+        Image.new("RGB", (32, 32)).save(folder / "example.png")
 
-    def cases(self, kinds: Sequence[Kind] = KINDS) -> list[Case]:
-        """Return all cases by kind."""
-        return [Case(kind, number) for kind in kinds for number in range(self._count(kind))]
-
-    def sample(self, count: int) -> list[Case]:
-        """Return seeded cases with as many kinds as possible."""
+    def sample(self, count: int) -> list[tuple[Kind, int]]:
+        """Return seeded kinds and numbers of cases, with as many kinds as possible."""
         chance = random.Random(self.seed)
         kinds = [kind for kind in chance.sample(KINDS, len(KINDS)) if kind.world != "comfyui"]
-        chosen = [Case(kind, chance.randrange(self._count(kind))) for kind in kinds]
-        return chosen[:count]
+        return [(kind, chance.randrange(self.count(kind))) for kind in kinds[:count]]
 
-    def run(self, case: Case) -> Findings:
-        """Inject one fault and classify the remaining files.
+    def run(self, kind: Kind, number: int) -> Findings:
+        """Inject one fault, a case of its kind, and classify the remaining files.
 
         Raise `SkippedError` if this machine cannot inject it.
         """
-        chance = random.Random(f"{self.seed}/{case.kind.name}/{case.number}")
-        kind, real = case.kind, case.kind.world in _REAL
+        chance = random.Random(f"{self.seed}/{kind.name}/{number}")
+        real = kind.world in _REAL
         with ExitStack() as opened:
             expected = {} if kind.world == "run" else self._expected(kind)
             if not real:
                 opened.enter_context(computing_replaced())
             stage = opened.enter_context(self._on_stage(kind))
-            place = Place(
-                points=0 if real else self.points,
-                number=case.number,
-                models=self.models if real else self.named_models,
-                other_models=self.other_models if real else None,
-                comfyui=self.comfyui if kind.world == "comfyui" else None,
-                half_done=self.half_done if kind.world == "replaced" else None,
-            )
+            points = 0 if real else self._points_of(kind.world)
+            place = Place(points=points, number=number, campaign=self)
             kind.harm(stage, chance, place)
             if kind.world != "server":
                 stage.finish()
@@ -129,8 +120,22 @@ class Campaign:
     def _expected(self, kind: Kind) -> Mapping[str, Sequence[bytes]]:
         if kind.world == "real" and "checkpoint" in kind.name:
             return self._swapped_files
-        by_world = {"comfyui": "_comfyui_files", "real": "_real_files"}
-        return getattr(self, by_world.get(kind.world, "_replaced_files"))
+        return self._files_of("replaced" if kind.world in _LIKE_REPLACED else kind.world)
+
+    def _files_of(self, world: str) -> dict[str, list[bytes]]:
+        """Return the files of an undisturbed run."""
+        if world not in self._files:
+            with nullcontext() if world in _REAL else computing_replaced():
+                self._files[world] = self._undisturbed(world)
+        return self._files[world]
+
+    def _points_of(self, world: str) -> int:
+        """Return the number of crash points in an undisturbed client."""
+        world = "replaced" if world in _LIKE_REPLACED else world
+        if world not in self._points:
+            with computing_replaced(), self._on_stage(_first_kind(world)) as stage:
+                self._points[world] = stage.count_points()
+        return self._points[world]
 
     @cached_property
     def comfyui(self) -> RealServer:
@@ -148,12 +153,9 @@ class Campaign:
             self.comfyui.close()
 
     @cached_property
-    def _comfyui_files(self) -> dict[str, list[bytes]]:
-        return self._undisturbed("comfyui", self.models)
-
-    @cached_property
     def named_models(self) -> Path:
-        return named_models(self.folder / "named", self.workflow)
+        named_models(self.folder / "named", small_workflow())
+        return named_models(self.folder / "named", shipped("continue_video"))
 
     @cached_property
     def models(self) -> Path:
@@ -172,38 +174,15 @@ class Campaign:
         return folder
 
     @cached_property
-    def points(self) -> int:
-        """Number of crash points in an undisturbed client."""
-        with computing_replaced(), self._on_stage(KINDS[0]) as stage:
-            return stage.count_points()
-
-    @cached_property
-    def _replaced_files(self) -> dict[str, list[bytes]]:
-        with computing_replaced():
-            return self._undisturbed("replaced", self.named_models)
-
-    @cached_property
-    def half_done(self) -> Path:
-        """A batch's output folder without the last row."""
-        with computing_replaced(), self._on_stage(_first_kind("replaced")) as stage:
-            write_rows(stage.folder, *ROWS[:-1])
-            assert stage.run() == 0, stage.stderr()
-            return Path(shutil.copytree(stage.out, self.folder / "half_done"))
-
-    @cached_property
-    def _real_files(self) -> dict[str, list[bytes]]:
-        return self._undisturbed("real", self.models)
-
-    @cached_property
     def _swapped_files(self) -> dict[str, list[bytes]]:
         """Files from undisturbed runs, some with other weights in one expert file."""
-        found = {name: list(contents) for name, contents in self._real_files.items()}
+        found = {name: list(contents) for name, contents in self._files_of("real").items()}
         others = self.other_models  # copied now, before a file is renamed in the original folder
         for file in sorted((self.models / "diffusion_models").glob("*t2v*fp8*")):
             kept = file.with_name(f"{file.name}.kept")
             file.rename(kept)
             shutil.copyfile(others / "diffusion_models" / file.name, file)
-            for name, contents in self._undisturbed("real", self.models).items():
+            for name, contents in self._undisturbed("real").items():
                 found[name] += contents
             kept.replace(file)
         return found
@@ -215,29 +194,30 @@ class Campaign:
             (made,) = stage.out.rglob("*.mp4")
             return made.read_bytes()
 
-    def _undisturbed(self, world: str, models: Path) -> dict[str, list[bytes]]:
-        with self._on_stage(_first_kind(world), models) as stage:
+    def _undisturbed(self, world: str) -> dict[str, list[bytes]]:
+        with self._on_stage(_first_kind(world)) as stage:
             assert stage.run() == 0, stage.stderr()
-            made = {name: [content] for name, content in videos(stage.out).items()}
-            assert len(made) == len(self._rows(world)), made.keys()
+            made = {name: [content] for name, content in stage.made().items()}
+            assert len(videos(stage.out)) == len(self._rows(world)), made.keys()
             for name in made:
                 check_media(stage.out / name)
             return made
 
     @contextmanager
-    def _on_stage(self, kind: Kind, models: Path | None = None) -> Iterator[Stage]:
-        real = kind.world in _REAL
-        models = models or (self.models if real else self.named_models)
+    def _on_stage(self, kind: Kind) -> Iterator[Stage]:
+        models = self.models if kind.world in _REAL else self.named_models
         self._made += 1
         rows = [*self._rows(kind.world), *kind.rows]
         by_world = {"lanes": ["--share-weights", "3"], "server": ["--timeout", "60"]}
+        by_world["continued"] = ["--input", str(self.folder)]
         more = by_world.get(kind.world, [])
+        workflow = shipped("continue_video") if kind.world == "continued" else small_workflow()
         where = ["--models", str(models)]
         if kind.world == "comfyui":
             where = ["--server", self.comfyui.url, "--timeout", "300"]
         elif kind.world == "server":
             where = []  # added once the server is there
-        stage = Stage(self.folder / f"stage{self._made}", self.workflow, rows, [*where, *more])
+        stage = Stage(self.folder / f"stage{self._made}", workflow, rows, [*where, *more])
         if kind.world == "run":
             workflow = str(stage.folder / "workflow.json")
             stage.command = ["run", workflow, "--out", str(stage.out), *where]
@@ -248,8 +228,11 @@ class Campaign:
             stage.clear()
 
     @staticmethod
-    def _rows(world: str) -> tuple[dict[str, Any], ...]:
+    def _rows(world: str) -> Sequence[dict[str, Any]]:
+        if world == "continued":
+            return _chain()
         return ROWS[:REAL_ROWS] if world in {"real", "comfyui"} else ROWS
 
-    def _count(self, kind: Kind) -> int:
-        return self.points if kind.cases is None else kind.cases
+    def count(self, kind: Kind) -> int:
+        """Return the number of cases."""
+        return self._points_of(kind.world) if kind.cases is None else kind.cases

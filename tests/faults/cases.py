@@ -6,7 +6,6 @@ campaign then repeats the command until it succeeds, and checks the folder.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import resource
@@ -21,11 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wanstream.tests.faults.comfy_like import Trouble, forked_server, running_server
-from wanstream.tests.faults.foreign import FOREIGN, Outside, foreign_thing, mounted
+from wanstream.tests.faults.comfy_like import forked_server, running_server
 from wanstream.tests.faults.points import Points, full_disk, interrupt_twice, kill, remove
 from wanstream.tests.faults.stage import Stage
-from wanstream.tests.support.batch.command import videos
 from wanstream.tools.comfyui import free_port
 
 Harm = Callable[[Stage, random.Random, "Place"], None]
@@ -33,24 +30,18 @@ Harm = Callable[[Stage, random.Random, "Place"], None]
 
 @dataclass(frozen=True)
 class Place:
-    """Inputs for a case: a client's crash points, the case number, model folders."""
+    """Inputs for a case: a client's crash points, the case number, and the campaign's folders."""
 
     points: int
     number: int
-    models: Path
-    other_models: Path | None = None
-    """The same names, other weights."""
-    comfyui: Any = None
-    """A real ComfyUI server to `kill` and `start`."""
-    half_done: Path | None = None
-    """An output folder without the last row done."""
+    campaign: Any
 
 
 @dataclass(frozen=True)
 class Kind:
     """Kind of fault.
 
-    `world` selects the batch's target: replaced, real, run, lanes or server.
+    `world` selects the batch's target, by a name in the campaign.
     """
 
     name: str
@@ -82,9 +73,8 @@ def _killed_twice(stage: Stage, chance: random.Random, place: Place) -> None:
 
 def _folder_removed(which: str) -> Harm:
     def harm(stage: Stage, chance: random.Random, place: Place) -> None:
-        folder = stage.out if which == "out" else stage.out / which
         # A removal before the client has created and locked the folder is not a fault.
-        stage.run(Points(chance.randrange(20, place.points), remove(folder)).install)
+        stage.run(Points(chance.randrange(20, place.points), remove(stage.out / which)).install)
 
     return harm
 
@@ -117,83 +107,6 @@ def _zero_a_page(chance: random.Random) -> Callable[[Path], object]:
         path.write_bytes(content)
 
     return zero
-
-
-def _region_damaged(*, copy: bool) -> Harm:
-    """Overwrite a few bytes: every fourth position in the first 200 bytes, then random regions."""
-
-    def harm(stage: Stage, chance: random.Random, place: Place) -> None:
-        assert place.half_done is not None
-        shutil.copytree(place.half_done, stage.out)
-        journal = stage.out / "journal.sqlite"
-        content = bytearray(journal.read_bytes())
-        if place.number < FIRST_BYTES // 4:
-            start, length = place.number * 4, 4
-        else:
-            length = chance.choice([1, 4, 16, 100, 1000, 5000])
-            start = chance.randrange(len(content))
-        drawn = [chance.randbytes(length) for _ in range(2)]
-        values = chance.choice([bytes(length), b"\xff" * length, *drawn])
-        content[start : start + length] = values[: len(content) - start]
-        journal.write_bytes(content)
-        if not copy:
-            (stage.out / "journal.sqlite.before").unlink()
-        stage.run()
-
-    return harm
-
-
-FIRST_BYTES = 200
-
-
-def _foreign(stage: Stage, chance: random.Random, place: Place) -> None:
-    """Put a foreign thing in place for one command, which refuses it by name."""
-    if os.geteuid() != 0:
-        raise SkippedError("a file of another user needs root")
-    _outside(stage, place, lambda outside: foreign_thing(stage.out, place.number, outside))
-
-
-def _mounted(stage: Stage, chance: random.Random, place: Place) -> None:
-    try:
-        _outside(stage, place, lambda outside: mounted(stage.out, chance, outside))
-    except OSError as err:
-        raise SkippedError(f"a folder cannot be mounted: {err}") from err
-
-
-def _outside(stage, place, put) -> None:
-    assert place.half_done is not None
-    shutil.copytree(place.half_done, stage.out)
-    outside = Outside(stage.folder / "outside")
-    with put(outside) as path:
-        _refused(stage, path)
-        stage.findings.lost += outside.touched
-
-
-def _refused(stage: Stage, path: Path) -> None:
-    made = videos(stage.out)
-    code = stage.run()
-    if code != 2 or path.name not in stage.stderr() or videos(stage.out) != made:
-        told = stage.stderr()[-500:]
-        stage.findings.broken.append(f"{path} was not refused before a row was computed: {told}")
-
-
-_WITHOUT_SPACES = (
-    "journal JOURNAL.sqlite journal.sqlite-journal Journal.sqlite-wal journal.sqlite-shm "
-    "journal.sqlite.lock journal.sqlite.before journal.sqlite.copy journal.sqlite.x con AUX nul.x "
-    "com1 COM\u00b9 lpt\u00b3.mp4 a:b x. . .. .wanstream a/b a\\b x~1 e\u0301 x\0y \u202ex ~ -x "
-    "../x /x lock: * ?"
-)
-NAMES = (*_WITHOUT_SPACES.split(), "aux .x", "x ", " x", "x\ny", "", "x" * 101, "SHOT")
-"""Names forbidden for rows on every system. The last one is another row's, in other letters."""
-
-
-def _named(stage: Stage, chance: random.Random, place: Place) -> None:
-    """A row with a forbidden name fails alone."""
-    name = NAMES[place.number % len(NAMES)]
-    with (stage.folder / "jobs.jsonl").open("a", encoding="utf-8") as jobs:
-        jobs.write("\n" + json.dumps({"name": name, "sampler.seed": 90}))
-    if stage.run() != 1 or "line 5: name '" not in stage.stderr():
-        stage.findings.broken.append(f"{name!r} was not refused: {stage.stderr()[-300:]}")
 
 
 def _journal_locked(stage: Stage, chance: random.Random, place: Place) -> None:
@@ -252,10 +165,6 @@ def _file_size(chance: random.Random, number: int) -> int:
     return 1 if number == 0 else chance.randrange(1, 40_000)
 
 
-def _small_file(chance: random.Random, number: int) -> int:
-    return chance.choice([1, 1000, 4000, 10_000])
-
-
 def _small_disk(stage: Stage, chance: random.Random, place: Place) -> None:
     if os.geteuid() != 0:
         raise SkippedError("a small tmpfs needs root")
@@ -275,11 +184,6 @@ def _small_disk(stage: Stage, chance: random.Random, place: Place) -> None:
         subprocess.run(["umount", stage.out], check=True)
     stage.out.rmdir()
     kept.rename(stage.out)
-
-
-def _nothing(stage: Stage, chance: random.Random, place: Place) -> None:
-    """The rows are the fault."""
-    stage.run(Points(chance.randrange(place.points), kill).install)
 
 
 # Cases that compute for real.
@@ -304,7 +208,9 @@ def _signalled(*numbers: int) -> Harm:
 
 def _checkpoint(stage: Stage, chance: random.Random, place: Place) -> None:
     """Cut, zero, remove or swap one expert file while in use, and restore it later."""
-    file = sorted((place.models / "diffusion_models").glob("*t2v*fp8*"))[chance.randrange(2)]
+    file = sorted((place.campaign.models / "diffusion_models").glob("*t2v*fp8*"))[
+        chance.randrange(2)
+    ]
     kept, changed = (file.with_name(f"{file.name}.{end}") for end in ("kept", "changed"))
     pid = stage.start()
     _some_time(stage, chance)
@@ -318,8 +224,8 @@ def _checkpoint(stage: Stage, chance: random.Random, place: Place) -> None:
             case "removed":
                 file.unlink()
             case "swapped":
-                assert place.other_models is not None
-                shutil.copyfile(place.other_models / "diffusion_models" / file.name, changed)
+                other = place.campaign.other_models / "diffusion_models" / file.name
+                shutil.copyfile(other, changed)
         if changed.exists():
             changed.replace(file)
         stage.wait(pid)
@@ -350,7 +256,7 @@ ServerHarm = Callable[[Stage, random.Random, Served], None]
 
 def _on_server(harm: ServerHarm) -> Harm:
     def on_server(stage: Stage, chance: random.Random, place: Place) -> None:
-        served = Served(free_port(), stage.folder / "served", place.models)
+        served = Served(free_port(), stage.folder / "served", place.campaign.named_models)
         served.output.mkdir()
         stage.command = [*stage.command, "--server", f"http://127.0.0.1:{served.port}"]
         harm(stage, chance, served)
@@ -395,8 +301,7 @@ def _client_signalled(*numbers: int) -> ServerHarm:
 
 
 def _in_trouble(stage: Stage, chance: random.Random, served: Served) -> None:
-    trouble = Trouble(share=0.15, seed=chance.randrange(1 << 30))
-    with served.run(trouble=trouble, seconds=0.02):
+    with served.run(share=0.15, seed=chance.randrange(1 << 30), seconds=0.02):
         pid = stage.start()
         if chance.random() < 0.4:
             time.sleep(chance.uniform(0.0, 1.5))
@@ -406,13 +311,13 @@ def _in_trouble(stage: Stage, chance: random.Random, served: Served) -> None:
 
 def _comfyui_killed(stage: Stage, chance: random.Random, place: Place) -> None:
     """Kill a real ComfyUI at work, and in some cases the client too."""
-    assert place.comfyui is not None
+    comfyui = place.campaign.comfyui
     pid = stage.start()
     time.sleep(chance.uniform(0.5, 8.0))
-    place.comfyui.kill()
+    comfyui.kill()
     if place.number % 4 == 3:
         stage.signal(pid, signal.SIGKILL)
-    place.comfyui.start()
+    comfyui.start()
     stage.wait(pid)
 
 
@@ -433,20 +338,15 @@ _REPLACED = (
     Kind("full disk at every second call", _at_a_point(full_disk, every=2), 60),
     Kind("Ctrl-C twice at every third call", _at_a_point(interrupt_twice, every=3), 40),
     Kind("SIGKILL twice, the second time in the recovery", _killed_twice, 20),
-    Kind("output folder removed", _folder_removed("out"), 8),
+    Kind("output folder removed", _folder_removed(""), 8),
     Kind(".wanstream removed", _folder_removed(".wanstream"), 8),
     Kind("journal damaged, its copy too at times", _journal_damaged, 28),
-    Kind("journal region overwritten, with its copy", _region_damaged(copy=True), 120),
-    Kind("journal region overwritten, without a copy", _region_damaged(copy=False), 120),
-    Kind("foreign thing in the working folder or next to the journal", _foreign, len(FOREIGN)),
-    Kind("folder of somebody else mounted in the working folder", _mounted, 3),
-    Kind("name that no row may have", _named, len(NAMES), done_code=1),
     Kind("journal locked by another program", _journal_locked, 2),
     Kind("two or three clients on one folder", _two_clients, 4),
     Kind("file size limit (RLIMIT_FSIZE)", _limited(resource.RLIMIT_FSIZE, _file_size), 12),
     Kind("memory limit (RLIMIT_AS)", _limited(resource.RLIMIT_AS, _address_space), 6),
     Kind("small disk, then a larger one", _small_disk, 4),
-    Kind("rows that are invalid, and SIGKILL", _nothing, 6, done_code=1, rows=_BAD),
+    Kind("rows that are invalid, and SIGKILL twice", _killed_twice, 6, done_code=1, rows=_BAD),
 )
 _REAL = (
     Kind("all real: SIGKILL", _signalled(signal.SIGKILL), 8, "real"),
@@ -458,7 +358,7 @@ _REAL = (
     Kind("run: SIGKILL", _signalled(signal.SIGKILL), 4, "run"),
     Kind("run: SIGTERM", _signalled(signal.SIGTERM), 1, "run"),
     Kind("run: Ctrl-C once, twice", _signalled(_INT, _INT), 3, "run"),
-    Kind("run: file size limit", _limited(resource.RLIMIT_FSIZE, _small_file), 3, "run"),
+    Kind("run: file size limit", _limited(resource.RLIMIT_FSIZE, _file_size), 3, "run"),
 )
 _SERVERS = (
     Kind("server: client SIGKILL at a call", _on_server(_client_killed), 16, "server"),
@@ -471,9 +371,11 @@ _SERVERS = (
     Kind("real ComfyUI: SIGKILL and restart", _comfyui_killed, 20, "comfyui"),
     Kind("server: drops, 500, 502, half answers", _on_server(_in_trouble), 24, "server"),
 )
+CONTINUED = Kind("chain of rows, SIGKILL twice", _killed_twice, 20, "continued")
 KINDS: tuple[Kind, ...] = (
     *_REPLACED,
     Kind("lanes, SIGKILL at a random call", _killed_twice, 20, "lanes"),
+    CONTINUED,
     Kind("lanes, journal damaged, its copy too at times", _journal_damaged, 14, "lanes"),
     *_REAL,
     *_SERVERS,

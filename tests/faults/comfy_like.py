@@ -23,6 +23,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from wanstream.host.embedded.files import Folders
 from wanstream.host.embedded.workflow.graph import nodes_by_id
 from wanstream.host.files import SAVING_NODE
@@ -34,14 +36,6 @@ from wanstream.tests.support.host.embedded import embedded_host
 
 COMMANDS = ("drop", "late drop", "500", "502", "cut")
 """Troubles: closed before or after handling the request, errors after it, half a response."""
-
-
-@dataclass(kw_only=True)
-class Trouble:
-    """Share of requests in trouble, and a seed."""
-
-    share: float = 0.0
-    seed: int = 0
 
 
 @dataclass
@@ -136,15 +130,16 @@ def object_info(models: Path) -> dict[str, Any]:
         return json.loads(json.dumps(info, default=str))
 
 
-def handler_of(state: State, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
-    chance = random.Random(trouble.seed)
+def handler_of(state: State, share: float = 0.0, seed: int = 0) -> type[BaseHTTPRequestHandler]:
+    """Return the handler for a server with a share of requests in trouble."""
+    chance = random.Random(seed)
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             parts = urllib.parse.urlsplit(self.path)
-            kind = chance.choice(COMMANDS) if chance.random() < trouble.share else ""
+            kind = chance.choice(COMMANDS) if chance.random() < share else ""
             if parts.path in {"/system_stats", "/object_info", "/wanstream/about"}:
                 kind = ""  # Without a server at its start, a command runs nothing and exits with 2.
             if kind == "drop":
@@ -166,21 +161,17 @@ def handler_of(state: State, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-
-
-def forked_server(port, output, models, *, trouble=None, seconds=0.0):
+def forked_server(port, output, models, *, seconds=0.0, **trouble):
     """Start a server in a separate process, and return the process id as soon as it listens."""
     pid = os.fork()
     if pid == 0:
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            torch.set_num_threads(1)  # it lacks any torch threads in this process
             state = State(output, models, seconds)
             threading.Thread(target=state.work, daemon=True).start()
-            handler = handler_of(state, trouble or Trouble())
-            Server(("127.0.0.1", port), handler).serve_forever(poll_interval=0.05)
+            handler = handler_of(state, **trouble)
+            ThreadingHTTPServer(("127.0.0.1", port), handler).serve_forever(poll_interval=0.05)
         finally:
             os._exit(1)
     deadline = time.monotonic() + 30

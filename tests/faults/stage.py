@@ -16,11 +16,13 @@ from pathlib import Path
 
 import av
 import numpy as np
+import torch
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INTERRUPTED
 from wanstream.tests.faults.points import Points
 from wanstream.tests.support.batch.command import command_line, videos
+from wanstream.wan.latents.file import read_latent
 
 TRACEBACK = 99
 """Exit code after an uncaught exception."""
@@ -94,6 +96,8 @@ class Stage:
         """Start a client, with `prepare` before the command and `after` when it has ended."""
 
         def work() -> int:
+            # It lacks any torch threads in this process.
+            torch.set_num_threads(1)
             if prepare is not None:
                 prepare()
             try:
@@ -159,10 +163,16 @@ class Stage:
         """Return the output of all clients."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
+    def made(self) -> dict[str, bytes]:
+        """Return the bytes of videos, and the values of latents: their metadata order varies."""
+        latents = self.out.glob("*.latent")
+        values = {path.name: read_latent(path).samples.numpy().tobytes() for path in latents}
+        return videos(self.out) | values
+
     def judge(self, expected, *, frames_alone=False):
         """Compare the folder with undisturbed files, where each file may have several contents."""
         findings = self.findings
-        made = videos(self.out)
+        made = self.made()
         findings.lost += sorted(expected.keys() - made.keys())
         findings.doubled += sorted(made.keys() - expected.keys())
         same = _frames if frames_alone else bytes
@@ -202,7 +212,8 @@ class Stage:
         for path in sorted((*self.out.rglob("*"), *self.temporary.rglob("*"))):
             name = str(path.relative_to(self.out)) if path.is_relative_to(self.out) else str(path)
             kept = name in _ALLOWED or name.startswith("journal.sqlite.damaged")
-            if path.is_file() and path.suffix != ".mp4" and not kept and str(path) not in announced:
+            kept |= path.suffix == ".mp4" or (path.parent == self.out and path.suffix == ".latent")
+            if path.is_file() and not kept and str(path) not in announced:
                 leaked.append(name)
         return leaked
 

@@ -1,4 +1,4 @@
-"""Fourteen faults from the campaign, all of different kinds.
+"""Fourteen faults from the campaign, all of different kinds, and eight in a chain of rows.
 
 `python -m wanstream.tests.faults` runs all faults.
 """
@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from wanstream.tests.faults.campaign import Campaign
-from wanstream.tests.faults.cases import SkippedError
+from wanstream.tests.faults.cases import CONTINUED, SkippedError
 from wanstream.tests.support.marks import FORKED
 
 SEED = 14
@@ -26,9 +26,17 @@ def campaign(tmp_path_factory):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("index", range(COUNT))
 def test_a_fault_costs_nothing(campaign, index):
-    case = campaign.sample(COUNT)[index]
+    kind, number = campaign.sample(COUNT)[index]
     try:
-        findings = campaign.run(case)
+        findings = campaign.run(kind, number)
     except SkippedError as err:
-        pytest.skip(f"{case.kind.name}: {err}")
-    assert findings.clean, (case.kind.name, case.number, findings)
+        pytest.skip(f"{kind.name}: {err}")
+    assert findings.clean, (kind.name, number, findings)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", range(8))
+def test_kills_in_a_chain_of_rows_cost_nothing(campaign, number):
+    findings = campaign.run(CONTINUED, number)
+    assert findings.clean, findings
+    assert -9 in findings.codes

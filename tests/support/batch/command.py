@@ -55,7 +55,6 @@ def videos(folder: Path) -> dict[str, bytes]:
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Run a server on a thread, and yield its URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

@@ -6,7 +6,7 @@ import os
 import shutil
 import stat
 import sys
-from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,17 +20,12 @@ from wanstream.batch.output_store import OutputStore
 if sys.platform == "win32":
     pytest.skip("links and pipes are those of POSIX", allow_module_level=True)
 
-from wanstream.tests.faults.foreign import FOREIGN, Outside, foreign_thing, of_another_user
+from wanstream.tests.support.batch import foreign
 
-OWN = defaultdict[str, list[int]](list)
-"""Numbers of the foreign things of each kind, one per place."""
-for number, (place, make) in enumerate(FOREIGN):
-    if not place.endswith("00004.mp4") or "/" in place:
-        OWN[make.__name__].append(number)
+KINDS = {make for _, makes in foreign.PLACES for make in makes}
 KEPT = ("lock", "lock-journal", "states/part-x.safetensors")
 VIDEO = "made/some-id/video/x.mp4"
-_NAMES = ".DS_Store Thumbs.db desktop.ini ._00001.mp4 ._lock .nfs000000000a1 .directory"
-HARMLESS = tuple(_NAMES.split())
+HARMLESS = (".DS_Store", "Thumbs.db", "desktop.ini", "._1.mp4", "._lock", ".nfs0a1", ".directory")
 HARMLESS_FOLDERS = ("@eaDir", ".@__thumb")
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
@@ -68,13 +63,13 @@ def test_what_a_batch_leaves_is_its_own(out, tmp_path):
     check(tmp_path / "link")  # the user's choice, as is everything above the output folder
 
 
-@pytest.mark.parametrize("kind", OWN)
-def test_a_foreign_thing_is_refused_by_its_name(out, tmp_path, kind):
-    if kind == of_another_user.__name__ and os.geteuid() != 0:
+@pytest.mark.parametrize("make", sorted(KINDS, key=lambda make: make.__name__))
+def test_a_foreign_thing_is_refused_by_its_name(out, tmp_path, make):
+    if make is foreign.of_another_user and os.geteuid() != 0:
         pytest.skip("only root can give a file to another user")
-    outside = Outside(tmp_path / "outside")
-    for number in OWN[kind]:
-        with foreign_thing(out, number, outside) as path:
+    outside = foreign.Outside(tmp_path / "outside")
+    for place in (place for place, makes in foreign.PLACES if make in makes):
+        with foreign.foreign_thing(out, place, make, outside) as path:
             with pytest.raises(ForeignFileError) as met:
                 check(out)
             first, _, folder = str(met.value).partition("\n")
@@ -147,6 +142,20 @@ def test_only_a_folder_on_another_device_is_mounted(out, name, mounted):
     assert fault == "is on another file system (mounted)" * mounted
 
 
+@AS_ROOT
+@pytest.mark.parametrize("name", ["parts", "made", "made/some-id"])
+def test_a_mounted_folder_is_refused(out, tmp_path, name):
+    path = out / ".wanstream" / name
+    outside = foreign.Outside(tmp_path / "outside")
+    with ExitStack() as mount:
+        try:
+            mount.enter_context(foreign.mounted(path, outside))
+        except OSError as err:
+            pytest.skip(f"a folder cannot be mounted: {err}")
+        with pytest.raises(ForeignFileError, match=rf"{path.name}' .*\(mounted\)"):
+            check(out)
+
+
 @pytest.mark.parametrize(
     "name", ["shot", "00001", "é 1", "console", "com10", "a.con", "journal 2", "x" * 100, "v1.5"]
 )
@@ -155,6 +164,16 @@ def test_names_of_rows(name):
     assert not is_of_journal(name, "journal.sqlite")
     assert is_made_name(f"{name}.mp4")
     assert is_made_name(f"{name}~12.png", stem=name)
+
+
+DEVICES = ["con", "AUX", "nul.x", "aux .x", "com1", "COM\u00b9", "lpt\u00b3.mp4"]
+SIGNS = ["a:b", "x.", ".", "..", "a/b", "a\\b", "x~1", "e\u0301", "\u202ex", "-x", "/x", "*", "?"]
+SPACES = ["x ", " x", "x\ny", "x\0y", "", "x" * 101]
+
+
+@pytest.mark.parametrize("name", [*DEVICES, *SIGNS, *SPACES])
+def test_a_name_that_is_none_on_some_system_is_refused(name):
+    assert stem_fault(name)
 
 
 def test_names_of_one_file_are_equal():

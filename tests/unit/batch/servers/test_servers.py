@@ -15,7 +15,7 @@ from wanstream.cli.arguments import DONE, FAILED, INVALID
 from wanstream.host.embedded.workflow.validate import sockets_of
 from wanstream.schema import VERSION
 from wanstream.tests.faults import comfy_like
-from wanstream.tests.faults.comfy_like import State, Trouble, handler_of
+from wanstream.tests.faults.comfy_like import State, handler_of
 from wanstream.tests.faults.replaced import named_models
 from wanstream.tests.support.batch.command import command_line, serving, shipped, videos
 from wanstream.tools.comfyui import free_port
@@ -36,7 +36,7 @@ def serve(tmp_path):
             state = State(folder / "output", named_models(folder / "models", T2V), **settings)
             threading.Thread(target=state.work, daemon=True).start()
             opened.callback(state.closed.set)
-            return opened.enter_context(serving(handler_of(state, Trouble()))), state
+            return opened.enter_context(serving(handler_of(state))), state
 
         yield start
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import socket
 import struct
@@ -132,18 +131,12 @@ PLACES: tuple[tuple[str, tuple[Make, ...]], ...] = (
     *((f"{name}-wal", (link, regular)) for name in JOURNALS),
     ("journal.sqlite-shm", (link, hard_link)),
     ("journal.sqlite.before", LINKS),
-    ("00004.mp4", (link, dangling, pipe, folder_with_a_file, regular)),
 )
-FOREIGN: tuple[tuple[str, Make], ...] = tuple(
-    (place, make) for place, makes in PLACES for make in makes
-)
-"""Each foreign thing: path below the output folder, and kind."""
 
 
 @contextmanager
-def foreign_thing(out: Path, number: int, outside: Outside) -> Iterator[Path]:
+def foreign_thing(out: Path, place: str, make: Make, outside: Outside) -> Iterator[Path]:
     """Put a foreign thing in place of the existing one, inside the `with`."""
-    place, make = FOREIGN[number % len(FOREIGN)]
     path, aside = out / place, outside.folder.parent / "aside"
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(path):
@@ -162,16 +155,14 @@ def foreign_thing(out: Path, number: int, outside: Outside) -> Iterator[Path]:
 
 
 @contextmanager
-def mounted(out: Path, chance: random.Random, outside: Outside) -> Iterator[Path]:
-    """Mount somebody else's folder in the working folder. Raises OSError if not permitted."""
-    path = out / ".wanstream" / chance.choice(["parts", "made", "made/some-id"])
+def mounted(path: Path, outside: Outside) -> Iterator[None]:
+    """Mount somebody else's folder. Raises OSError if not permitted."""
     path.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "--bind", outside.folder / "parts", path]
     done = subprocess.run(mount, capture_output=True, check=False)
     if done.returncode:
         raise OSError(done.stderr.decode())
     try:
-        yield path
+        yield
     finally:
         subprocess.run(["umount", path], check=True)
-        shutil.rmtree(out / ".wanstream" / "made", ignore_errors=True)
