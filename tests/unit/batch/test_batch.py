@@ -15,14 +15,14 @@ from wanstream.batch.opening import locked
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INTERRUPTED, INVALID
 from wanstream.cli.batch import embedded_backend
-from wanstream.tests.faults.replaced import computing_replaced
+from wanstream.tests.faults.stage import Stage
 from wanstream.tests.support.batch.command import command_line, journal_rows, shipped, videos
-from wanstream.tests.support.forked_command import ForkedCommand
+from wanstream.tests.support.full_disk import largest_file
+from wanstream.tests.support.polling import eventually
 from wanstream.wan.latents import read_latent, write_latent
 
 SMALL = {"latent": {"width": 32, "height": 32, "frames": 5}, "save": {"crf": 30}}
 T2V = shipped(sampler={"steps": 2}, **SMALL)
-FORKED = pytest.mark.skipif(sys.platform == "win32", reason="forks and signals are POSIX")
 
 
 def seeded(*seeds, **values):
@@ -132,23 +132,6 @@ def test_the_next_command_finds_the_states_of_a_row(run, out, monkeypatch):
     assert all(work / "made" in (each.output, *each.output.parents) for each in places)
 
 
-@computing_replaced()
-def test_the_same_command_again_makes_only_what_is_missing(run, out, capsys):
-    def times() -> dict[str, int]:
-        return {path.stem: path.stat().st_mtime_ns for path in out.glob("*.mp4")}
-
-    assert run(*seeded(1, 2)) == DONE
-    before = times()
-    assert run(*seeded(3, 1, 2)) == DONE
-    assert [*seeds_of(out).values()] == [1, 2, 3]
-    (out / "00002.mp4").unlink()
-    assert run(*seeded(1, 2, 3)) == DONE
-    assert "line 2 runs again: its files are missing" in capsys.readouterr().err
-    assert [*seeds_of(out).values()] == [1, 2, 3]
-    assert times()["00001"] == before["00001"]
-    assert times()["00002"] > before["00002"]
-
-
 def test_a_dry_run_judges_all_rows_and_writes_nothing(run, out, capsys):
     assert run(*seeded(1), {"save.crf": 99}, "[]", options=["--dry-run"]) == INVALID
     printed = capsys.readouterr()
@@ -230,63 +213,56 @@ def test_a_file_that_was_never_a_journal_is_not_changed(call, tmp_path, capsys, 
     assert contents() == before
 
 
-@computing_replaced()
-def test_a_journal_belongs_to_one_workflow_and_one_client(run, out, capsys):
-    assert run(*seeded(1)) == DONE
-    titled = {**T2V, "sampler": {**T2V["sampler"], "_meta": {"title": "another title"}}}
-    assert run(*seeded(1), workflow=titled) == DONE
-    assert run(*seeded(1), workflow=shipped(sampler={"steps": 3}, **SMALL)) == INVALID
-    assert "is the journal of another workflow" in capsys.readouterr().err
+def test_a_folder_and_a_journal_belong_to_one_client(run, out, capsys):
     journal = out.parent / "other.sqlite"
+    (out / ".wanstream").mkdir(parents=True)
     for lock in (out / ".wanstream" / "lock", journal.with_name("other.sqlite.lock")):
         with locked(lock, of="x"):
             assert run(*seeded(2), options=["--journal", journal]) == INVALID
-    assert capsys.readouterr().err.count("another `wanstream batch` is using") == 2
-    # The existing file is not in the other journal.
-    assert run(*seeded(2), options=["--journal", journal]) == INVALID
-    assert "contains 00001.mp4, which is not from this batch" in capsys.readouterr().err
-    assert seeds_of(out) == {"00001": 1}
+        assert "another `wanstream batch` is using" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-@FORKED
-def test_ctrl_c_ends_after_the_row_and_a_second_one_at_once(call, out):
+@pytest.mark.skipif(sys.platform == "win32", reason="forks and signals are POSIX")
+def test_ctrl_c_ends_after_the_row_and_a_second_one_at_once(call, out, tmp_path):
+    stage = Stage(tmp_path / "stage", T2V, (), ())
     first = {"sampler.seed": 1, "sampler.steps": 40}
-    command = ForkedCommand(call(first, *seeded(2)), out.parent)
-    command.wait_for("sampler 2/40")
-    command.signal(signal.SIGINT)
-    code, said, _ = command.end()
+    stage.command = call(first, *seeded(2))
+    client = stage.start()
+    assert eventually(lambda: "sampler 2/40" in stage.stderr())
+    stage.signal(client, signal.SIGINT)
+    assert stage.wait(client) == INTERRUPTED
     left = "1 are left: run the same command again to resume"
-    assert (code, said) == (INTERRUPTED, f"1 of 2 rows are done in {out}; {left}\n")
+    assert f"1 of 2 rows are done in {out}; {left}\n" in stage.stderr()
     assert [*videos(out)] == ["00001.mp4"]
 
     endless = {"sampler.seed": 2, "sampler.steps": 1000}
-    command = ForkedCommand(call(first, endless, *seeded(3)), out.parent)
-    command.wait_for("sampler 2/1000")
-    command.signal(signal.SIGINT)
-    command.wait_for("press Ctrl-C again to stop it too")
-    command.signal(signal.SIGINT)
-    code, said, rest = command.end()
-    assert code == INTERRUPTED
-    assert "1 of 3 rows are done" in said
-    assert "Traceback" not in rest
+    stage = Stage(tmp_path / "second", T2V, (), ())
+    stage.command = call(first, endless, *seeded(3))
+    client = stage.start()
+    for words in ("sampler 2/1000", "press Ctrl-C again to stop it too"):
+        assert eventually(lambda words=words: words in stage.stderr())
+        stage.signal(client, signal.SIGINT)
+    assert stage.wait(client) == INTERRUPTED
+    assert "1 of 3 rows are done" in stage.stderr()
+    assert "Traceback" not in stage.stderr()
     assert journal_rows(out, "state")[-2:] == [("waiting",)] * 2
 
 
 @pytest.mark.slow
-@FORKED
 @pytest.mark.parametrize(
     ("limit", "reason"), [(1, "lock"), (4000, "the journal"), (44_000, "could not be written")]
 )
-def test_a_full_disk_ends_the_batch_and_the_same_command_goes_on(call, out, limit, reason):
+def test_a_full_disk_ends_the_batch_and_the_same_command_goes_on(call, out, capsys, limit, reason):
     large = {"latent.width": 64, "latent.height": 64, "latent.frames": 9, "save.crf": 1}
     command = call(*seeded(1, 2, **large))
-    code, _, said = ForkedCommand(command, out.parent, largest_file=limit).end()
-    assert code in {FAILED, INVALID}
-    assert reason in said
-    assert "File too large" in said
-    assert f"free space in {out}, then run the same command again to resume" in said
-    assert "Traceback" not in said
+    with largest_file(limit):
+        assert main(command) in {FAILED, INVALID}
+    told = capsys.readouterr().err
+    assert reason in told
+    assert "File too large" in told
+    assert f"free space in {out}, then run the same command again to resume" in told
+    assert "Traceback" not in told
     assert not videos(out)
     assert main(command) == DONE
     assert [*videos(out)] == ["00001.mp4", "00002.mp4"]

@@ -20,7 +20,6 @@ from wanstream.tests.support.marks import needs_device_errors
 
 ROWS = [{"sampler.seed": 1}, {"sampler.seed": 2}, {"sampler.seed": 3, "name": "shot"}]
 LANES = ("--share-weights", "3")
-ALL_DONE = [("00001", "done"), ("00002", "done"), ("shot", "done")]
 
 
 class Batch:
@@ -92,7 +91,7 @@ def test_the_same_command_goes_on_after_its_journal_was_damaged(batch, capsys, d
     assert batch() == DONE
     assert batch.runs == [[3]], "nothing is computed twice"
     assert videos(batch.out).items() >= made.items()
-    assert journal_rows(batch.out) == ALL_DONE
+    assert journal_rows(batch.out) == [("00001", "done"), ("00002", "done"), ("shot", "done")]
     told = capsys.readouterr().err
     if damage not in {"empty", "gone"}:
         assert "is damaged" in told
@@ -106,6 +105,17 @@ def test_the_same_command_goes_on_after_its_journal_was_damaged(batch, capsys, d
     assert batch() == DONE
     assert batch.runs == []
     assert "damaged" not in capsys.readouterr().err
+
+
+def test_a_row_runs_again_when_its_file_is_missing(batch, capsys):
+    assert batch(ROWS[:2]) == DONE
+    first = batch.out / "00001.mp4"
+    made_at = first.stat().st_mtime_ns
+    (batch.out / "00002.mp4").unlink()
+    assert batch([ROWS[2], *ROWS[:2]]) == DONE
+    assert batch.runs == [[3], [2]]
+    assert "line 3 runs again: its files are missing" in capsys.readouterr().err
+    assert first.stat().st_mtime_ns == made_at
 
 
 def test_videos_belong_to_their_rows_wherever_these_are_now(batch):
@@ -166,6 +176,16 @@ def test_a_refusal_of_names_moves_and_removes_nothing(batch, journal):
     assert batch() == INVALID
     changed = {name for name, _ in batch.everything().items() ^ before.items()}
     assert not [name for name in changed if journal == "damaged" or ".sqlite" not in name]
+
+
+@pytest.mark.parametrize("name", [".wanstream/mine", "journal.sqlite.copy"])
+def test_a_foreign_thing_is_refused_before_a_row_runs(batch, capsys, name):
+    assert batch(ROWS[:1]) == DONE
+    path = batch.out / name
+    path.symlink_to(batch.models)
+    assert batch() == INVALID
+    assert path.name in capsys.readouterr().err
+    assert batch.runs == []
 
 
 def test_files_of_the_journal_are_not_opened_at_the_start(batch, monkeypatch):

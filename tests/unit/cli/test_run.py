@@ -17,8 +17,10 @@ from wanstream.cli.arguments import DONE, FAILED, INTERRUPTED, INVALID
 from wanstream.cli.run import LINE_EVERY_S, ProgressBars, ProgressLines, progress_of_run
 from wanstream.host.embedded.events import NodeProgress
 from wanstream.nodes.latents import WanStreamEmptyLatent
+from wanstream.tests.faults.stage import Stage
 from wanstream.tests.support.batch.command import WORKFLOWS, shipped
-from wanstream.tests.support.forked_command import ForkedCommand
+from wanstream.tests.support.full_disk import largest_file
+from wanstream.tests.support.polling import eventually
 
 SHORT = [("text", 0, 1), ("text", 1, 1), *(("sampler", n, 8) for n in range(9)), ("sampler", 1, 1)]
 LONG = [("sampler", done, 4) for done in range(5)]
@@ -50,7 +52,6 @@ def test_only_a_terminal_gets_bars(terminal, kind, monkeypatch):
 T2V = WORKFLOWS / "t2v.json"
 SIZE = ("latent.width=32", "latent.height=32", "latent.frames=5")
 SMALL = (*SIZE, "sampler.steps=3")
-FORKED = pytest.mark.skipif(sys.platform == "win32", reason="forks and signals are POSIX")
 
 
 @pytest.fixture
@@ -201,26 +202,25 @@ def test_a_test_model_for_a_workflow_is_small_and_runs_it(arguments, tmp_path):
 
 
 @pytest.mark.slow
-@FORKED
+@pytest.mark.skipif(sys.platform == "win32", reason="forks and signals are POSIX")
 def test_ctrl_c_ends_a_run_between_two_blocks(arguments, tmp_path):
-    command = ForkedCommand(arguments(*SIZE, "sampler.steps=1000"), tmp_path)
-    command.wait_for("sampler:")
-    command.signal(signal.SIGINT)
-    code, _, said = command.end()
-    assert code == INTERRUPTED
-    assert said.splitlines()[-1] == "stopped"
+    stage = Stage(tmp_path / "stage", {}, (), ())
+    stage.command = arguments(*SIZE, "sampler.steps=1000")
+    client = stage.start()
+    assert eventually(lambda: "sampler:" in stage.stderr())
+    stage.signal(client, signal.SIGINT)
+    assert stage.wait(client) == INTERRUPTED
+    assert stage.stderr().splitlines()[-1] == "stopped"
     assert list((tmp_path / "out").glob("**/*.mp4")) == []
 
 
 @pytest.mark.slow
-@FORKED
-def test_a_full_disk_costs_the_video_but_not_the_latent(arguments, tmp_path):
-    # Room for the latent, but not for the video.
-    code, _, said = ForkedCommand(arguments(*SMALL), tmp_path, largest_file=4000).end()
+def test_a_full_disk_costs_the_video_but_not_the_latent(arguments, tmp_path, capsys):
+    with largest_file(4000):  # room for the latent, but not for the video
+        assert main(arguments(*SMALL)) == FAILED
     (kept,) = (path for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert kept == tmp_path / "out" / "latents" / "WanStream_00001_.latent"
-    assert f"The latent is kept in {kept}" in said
-    assert code == FAILED
+    assert f"The latent is kept in {kept}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
