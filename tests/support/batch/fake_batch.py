@@ -68,11 +68,12 @@ class Server:
 
     Each poll advances the first job in the queue by one step. `called` is called before each call,
     `posting` and `fetching` before these two, and every call fails while the server is `gone`.
+    `behaviour` has other values for these and any other attribute.
     """
 
     window = 2
 
-    def __init__(self, name: str = "there", *, steps: int = 1) -> None:
+    def __init__(self, name: str = "there", *, steps: int = 1, **behaviour: Any) -> None:
         self.name = self.address = f"http://{name}"
         self.steps = steps
         self.queue: list[list[Any]] = []
@@ -89,6 +90,7 @@ class Server:
         self.called: Callable[[str], None] = lambda call: None
         self.posting: Callable[[Mapping[str, Any]], None] = lambda prompt: None
         self.fetching: Callable[[str], None] = lambda content: None
+        vars(self).update(behaviour)
 
     def check(self) -> None:
         self._enter("check")
@@ -226,16 +228,15 @@ class Mishaps:
 
 
 class Bench:
-    """A client that can be started again and again on one folder."""
+    """A client that can be started again and again on one folder. `limits` are the runners'."""
 
-    def __init__(self, folder, *servers, rows=ROWS, size=1):
+    def __init__(self, folder, *servers, rows=ROWS, size=1, **limits):
         self.folder, self.servers = folder, [*servers]
         self._store_type = SlowDisk if len(servers) > 1 else OutputStore
         self.rows = rows_of(rows) if isinstance(rows, int) else rows
         self.planner: Planner = plan_of(size)
         self.reporter, self.stop = Reporter(), StopRequest()
-        self.limits: dict[str, Any] = {}
-        """The runners' limits."""
+        self.limits: dict[str, Any] = limits
         self.max_failures: int | None = None
         self.unreachable: set[str] = set()
         """Servers that do not respond at the start, by name."""

@@ -163,8 +163,8 @@ def test_a_latent_in_the_folder_is_checked_and_has_its_workflow(tmp_path):
 class Machine(Server):
     """A server with hashes of seed and continued latent as videos. All workflows end at once."""
 
-    def __init__(self, name: str = "there") -> None:
-        super().__init__(name, steps=0)
+    def __init__(self, name: str = "there", **behaviour) -> None:
+        super().__init__(name, steps=0, **behaviour)
         self.latents: dict[str | None, str] = {}
 
     def provide(self, prompt_id, latent, name):
@@ -237,7 +237,7 @@ def chain(tmp_path, monkeypatch):
 
 
 def bad(*seeds):
-    return lambda prompt: "no memory" if prompt["seed"] in seeds else None
+    return lambda prompt: prompt["seed"] in seeds and "no memory"
 
 
 def test_a_chain_goes_on_at_another_server(chain):
@@ -347,18 +347,11 @@ class Forgetful(Machine):
         return Ended(files=super()._save(prompt).files[1:])
 
 
-class Small(Machine):
-    """A server with too little room for a latent."""
-
-    def provide(self, prompt_id, latent, name):
-        raise RefusedError("too large")
-
-
 @pytest.mark.parametrize(
     ("machine", "reason"),
     [
         (Forgetful(), "it continues 'a', of whose files one latent is needed in .*, not no latent"),
-        (Small(), "too large$"),
+        (Machine(provide=lambda *_: raising(RefusedError("too large"))("")), "too large$"),
     ],
 )
 def test_a_row_without_its_latent_fails(chain, machine, reason):
@@ -382,11 +375,13 @@ def test_a_latent_that_was_changed_is_not_continued(chain):
     assert latent.read_text() == made
 
 
-def small() -> Prompt:
-    """Return the workflow, small enough for a test."""
-    start = {"width": 32, "height": 32, "frames": 5}
-    given = {"sampler": {"steps": 2}, "experts": {"compute_dtype": "fp32"}}
-    return shipped("continue_video", start=start, clip={"frames": 5}, **given)
+def small(name: str = "continue_video", count: int = 1) -> Prompt:
+    """Return a shipped workflow with some clips, small enough for a test."""
+    changes = {"start": {"width": 32, "height": 32, "frames": 5}}
+    changes["experts"] = {"compute_dtype": "fp32"}
+    for end in ("", "_2", "_3")[:count]:
+        changes |= {f"clip{end}": {"frames": 5}, f"sampler{end}": {"steps": 2}}
+    return shipped(name, **changes)
 
 
 @pytest.fixture
@@ -411,20 +406,11 @@ def test_rows_make_the_clips_of_one_long_workflow(batch, tmp_path, sample_models
         {"name": "a", "sampler.seed": 42},
     ]
     assert batch(*rows, options=options) == DONE
-    long = small()
-    for name, source, seed in (("2", "sampler", 43), ("3", "sampler2", 44)):
-        sockets = ("positive", "negative", "latent")
-        inputs = {socket: [f"clip{name}", at] for at, socket in enumerate(sockets)}
-        further = small()
-        further["clip"]["inputs"]["previous"] = [source, 0]
-        further["sampler"]["inputs"] |= {**inputs, "seed": seed}
-        long |= {f"{node}{name}": further[node] for node in ("clip", "sampler")}
-    long["sampler"]["inputs"]["seed"] = 42
-    long["keep"]["inputs"]["latent"] = ["sampler3", 0]
-    samplers = {"a": "sampler", "b": "sampler2", "c": "sampler3"}
+    samplers = {"a": "sampler", "b": "sampler_2", "c": "sampler_3"}
     places = {"models": sample_models, "output": tmp_path / "one", "input_dir": tmp_path}
     nodes = [*own_nodes().values()]
-    results = run_workflow(long, nodes=nodes, keep=[*samplers.values()], **places).results
+    long = small("long_video", 3)
+    results = run_workflow(long, only=[*samplers.values()], nodes=nodes, **places).results
     files = {name: tmp_path / "out" / f"{name}~1.latent" for name in ("a", "b", "c", "b2")}
     made = {name: read_latent(file).samples for name, file in files.items()}
     for name, sampler in samplers.items():

@@ -71,8 +71,7 @@ def test_kills_at_any_point_cost_no_row(tmp_path, size):
     """
     happened: list[str] = []
     for seed in range(5):
-        server = Server(steps=seed % 3)
-        server.bad = lambda prompt: "too big" if "5" in prompt else None
+        server = Server(steps=seed % 3, bad=lambda prompt: "too big" if "5" in prompt else None)
         bench = Bench(tmp_path / str(seed), server, size=size)
         chance = Chance(seed, bench)
         calls = ("check", "post", "outcome", "fetch", "withdraw", "interrupt")
@@ -97,7 +96,6 @@ def test_kills_at_any_point_cost_no_row(tmp_path, size):
     assert min(happened.count(what) for what in ("kill", "stop")) > 20
 
 
-TOO_BIG = {"bad": lambda prompt: "too big" if "4" in prompt else None}
 NOT_POSTED = f"5 posts of it failed; error of the last one: {UNPOSTED}"
 
 
@@ -105,29 +103,27 @@ NOT_POSTED = f"5 posts of it failed; error of the last one: {UNPOSTED}"
     ("size", "faults", "reason"),
     [
         (1, {"deadly": "4", "steps": 2}, f"lost {MAX_LOSSES} times while running"),
-        (4, TOO_BIG, "too big"),
+        (4, {"bad": lambda prompt: "4" in prompt and "too big"}, "too big"),
         (1, {"posting": raising(UNPOSTED, "4")}, NOT_POSTED),
     ],
     ids=["lost", "failed", "not posted"],
 )
 def test_one_faulty_row_fails_alone(tmp_path, size, faults, reason):
-    server = Server()
-    vars(server).update(faults)
+    server = Server(**faults)
     bench = Bench(tmp_path, server, size=size)
     assert bench.complete(4).tally.failures == 1
     assert bench.reporter.failures == [f"failed 4: {reason}"]
     assert server.made.count("5") == 1, "nothing is computed twice"
     assert bool(bench.reporter.having("4 rows that ran together failed")) == (size == 4)
-    bench.servers = [Server()]
-    bench.complete()
-    assert len(bench.servers[0].made) == 1, "a failed row is tried again by the next run"
+    again = Bench(tmp_path, Server())
+    again.complete()
+    assert len(again.made()) == 1, "a failed row is tried again by the next run"
 
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("rows", [[3], [3, 4]])
 def test_rows_without_files_fail_alone(tmp_path, rows, size):
-    server = Server()
-    server.fetching = raising(UNSENT, *(f"row {row}" for row in rows))
+    server = Server(fetching=raising(UNSENT, *(f"row {row}" for row in rows)))
     bench = Bench(tmp_path, server, size=size)
     bench.complete(*rows)
     failed = {told.partition(";")[0] for told in bench.reporter.failures}
@@ -136,10 +132,8 @@ def test_rows_without_files_fail_alone(tmp_path, rows, size):
 
 
 def test_last_file_is_late_or_fails(tmp_path):
-    server = Server()
-    bench = Bench(tmp_path, server, rows=1)
-    bench.limits = {"timeout_s": 100.0}
-    server.fetching = raising(UNSENT)
+    server = Server(fetching=raising(UNSENT))
+    bench = Bench(tmp_path, server, rows=1, timeout_s=100.0)
     bench.complete(1)
     assert sum(bench.slept) == pytest.approx(100.0, abs=1.0)
     assert bench.reporter.failures[0].endswith("in 100 s")
@@ -151,8 +145,7 @@ def test_last_file_is_late_or_fails(tmp_path):
 @pytest.mark.parametrize("seconds", [300.0, 1e9])
 def test_an_outage_of_posts_fails_no_row(tmp_path, seconds):
     server = Server()
-    bench = Bench(tmp_path, server)
-    bench.limits = {"timeout_s": 600.0, "clock": lambda: 0.0}
+    bench = Bench(tmp_path, server, timeout_s=600.0, clock=lambda: 0.0)
     server.posting = lambda _: raising(UNPOSTED)(_) if sum(bench.slept) < seconds else None
     if seconds == 300.0:
         bench.complete()
@@ -186,8 +179,7 @@ def test_the_journal_is_copied_at_the_end_of_a_pass(tmp_path, monkeypatch):
 
 
 def test_no_row_is_begun_after_the_most_failures(tmp_path):
-    server = Server()
-    server.bad = lambda prompt: "always"
+    server = Server(bad=lambda prompt: "always")
     bench = Bench(tmp_path, server)
     bench.max_failures = 2
     bench.run()
@@ -220,9 +212,7 @@ def test_a_row_stopped_by_somebody_else_fails(tmp_path):
 )
 def test_a_row_without_its_files_fails_with_the_reason(tmp_path, monkeypatch, faults, most, reason):
     monkeypatch.setattr(collector, "MAX_FILES", most)
-    server = Server()
-    vars(server).update(faults)
-    bench = Bench(tmp_path, server, rows=1)
+    bench = Bench(tmp_path, Server(**faults), rows=1)
     bench.complete(1)
     (told,) = bench.reporter.told
     assert told.startswith(f"failed 1: {reason}")
@@ -230,8 +220,7 @@ def test_a_row_without_its_files_fails_with_the_reason(tmp_path, monkeypatch, fa
 
 def test_silence_ends_the_run_after_the_timeout(tmp_path):
     server = Server()
-    bench = Bench(tmp_path, server)
-    bench.limits = {"timeout_s": 100.0, "clock": lambda: 0.0}
+    bench = Bench(tmp_path, server, timeout_s=100.0, clock=lambda: 0.0)
     server.called = lambda call: setattr(server, "gone", call == "outcome")
     with pytest.raises(BackendTimeoutError, match="gave up after 100 s"):
         bench.run()
@@ -253,10 +242,7 @@ def test_requests_that_hang_count_for_the_timeout(tmp_path):
             now += 60.0
             raise UnreachableError("no answer")
 
-    server = Server()
-    server.called = hang
-    bench = Bench(tmp_path, server)
-    bench.limits = {"timeout_s": 600.0, "clock": lambda: now}
+    bench = Bench(tmp_path, Server(called=hang), timeout_s=600.0, clock=lambda: now)
     with pytest.raises(BackendTimeoutError, match=r"gave up after 6\d\d s"):
         bench.run()
     assert now <= 660.0
@@ -277,8 +263,7 @@ def test_the_time_of_a_download_is_not_silence(tmp_path):
             raise UnreachableError("connection reset")
 
     server.fetching = download
-    bench = Bench(tmp_path, server)
-    bench.limits = {"timeout_s": 50.0, "clock": lambda: now}
+    bench = Bench(tmp_path, server, timeout_s=50.0, clock=lambda: now)
     bench.complete()
     assert "connection reset; trying again" in bench.reporter.told
 
@@ -316,9 +301,7 @@ def test_ctrl_c_leaves_nothing_on_the_server(tmp_path, times, done):
     bench.complete(*range(done + 1, ROWS + 1))
     assert bench.servers[0].queue == []
     assert bench.states() == [State.done] * done + [State.waiting] * (ROWS - done)
-    bench.servers = [Server()]
-    bench.stop = StopRequest()
-    bench.complete()
+    Bench(tmp_path, Server()).complete()
 
 
 def test_a_client_killed_while_it_stops_a_row_has_not_failed_it(tmp_path):
@@ -329,8 +312,8 @@ def test_a_client_killed_while_it_stops_a_row_has_not_failed_it(tmp_path):
     with pytest.raises(Killed):
         bench.run()
     assert Interrupted() in server.history.values()
-    bench.stop = StopRequest()
     server.called = lambda call: None
+    bench = Bench(tmp_path, server)
     bench.complete()
     assert not bench.reporter.failures
 
@@ -344,8 +327,7 @@ def test_files_of_others_are_not_replaced(tmp_path):
     assert bench.states() == [State.done, State.failed, State.done]
     assert "'00002.txt' has appeared" in bench.reporter.told[0]
     foreign.unlink()
-    bench.servers = [Server()]
-    bench.complete()
+    Bench(tmp_path, Server(), rows=3).complete()
 
 
 def test_a_placed_part_replaces_no_file_and_a_refusal_moves_none(tmp_path):
