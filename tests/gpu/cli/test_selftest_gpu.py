@@ -32,25 +32,18 @@ FORMATS = ("bf16", "fp8 with a LoRA", run_checks.IN_INT8)
 """Formats on the checked device. Other tests cover the rest."""
 
 
-SMALL: list[tuple[Any, str, object]] = [
-    (device_checks, "SIZES", (1, 4097)),
-    (run_checks, "STEPS", 2),
-    (run_checks, "VIDEO", VideoShape(width=32, height=32, frames=5)),
-    (probe, "PROBED_BYTES", 2**20),
-    (probe, "SIDE", 256),
-    (machine_profile, "BUSY_TOKENS", 64),
-    (machine_profile, "SCRATCH_FILE_BYTES", 2**24),
-]
-"""Sizes of checks on the checked device."""
-
-
 @pytest.fixture
 def subject(gpu, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if HAS_REAL:
         return Subject(device=gpu.device, models=None, tiny=LARGE, block=T2V_A14B)
-    for module, name, small in SMALL:
-        monkeypatch.setattr(module, name, small)
+    monkeypatch.setattr(device_checks, "SIZES", (1, 4097))
+    monkeypatch.setattr(run_checks, "STEPS", 2)
+    monkeypatch.setattr(run_checks, "VIDEO", VideoShape(width=32, height=32, frames=5))
+    monkeypatch.setattr(probe, "PROBED_BYTES", 2**20)
+    monkeypatch.setattr(probe, "SIDE", 256)
+    monkeypatch.setattr(machine_profile, "BUSY_TOKENS", 64)
+    monkeypatch.setattr(machine_profile, "SCRATCH_FILE_BYTES", 2**24)
     write = run_checks._write_experts
 
     def write_some(*given):

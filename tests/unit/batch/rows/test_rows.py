@@ -8,7 +8,7 @@ import pytest
 
 from wanstream.batch.rows.rows import JobsError, Row, apply_row, lines_by_reason, read_rows
 from wanstream.host.embedded.workflow.inputs import InputError
-from wanstream.host.embedded.workflow.validate import Socket
+from wanstream.host.embedded.workflow.validate import sockets_of
 
 
 @pytest.fixture
@@ -115,31 +115,20 @@ def test_lines_with_one_reason_are_listed_as_ranges():
         assert lines_by_reason((line, "x") for line in lines) == {"x": (len(lines), text)}
 
 
-SAMPLER_INPUTS = {"seed": 1, "cfg": 4.5, "model": ["1", 0]}
 WORKFLOW = {
-    "3": {"class_type": "Sampler", "inputs": SAMPLER_INPUTS},
+    "3": {"class_type": "Sampler", "inputs": {"seed": 1, "cfg": 4.5, "model": ["1", 0]}},
     "1": {"class_type": "Loader", "inputs": {"file": "a.safetensors", "strength": 2}},
     "129:86": {"class_type": "Loader", "inputs": {"own": "text", "made_up": 3}},
     "save": {"class_type": "Save"},
     "stack": {"class_type": "Stack", "inputs": {}},
 }
 TYPES = {
-    "Sampler": {"seed": "INT", "cfg": "FLOAT", "model": "MODEL"},
-    "Loader": {"file": ["a.safetensors", "7"], "strength": [1, 2]},
-    "Save": {"prefix": "STRING", "loop": "BOOLEAN"},
-    "Stack": {"images": "COMFY_AUTOGROW_V3"},
+    "Sampler": {"seed": ["INT"], "cfg": ["FLOAT"], "model": ["MODEL"]},
+    "Loader": {"file": [["a.safetensors", "7"]], "strength": [[1, 2]]},
+    "Save": {"prefix": ["STRING"], "loop": ["BOOLEAN"]},
+    "Stack": {"images": ["COMFY_AUTOGROW_V3"]},
 }
-
-
-def socket_of(name, kind):
-    io_type, options = (kind, {}) if isinstance(kind, str) else ("COMBO", {"options": kind})
-    return Socket(name=name, io_type=io_type, options=options, required=True)
-
-
-SOCKETS = {
-    node: {name: socket_of(name, kind) for name, kind in kinds.items()}
-    for node, kinds in TYPES.items()
-}
+SOCKETS = {node: sockets_of({"required": types}) for node, types in TYPES.items()}
 
 
 def changed(values, *, as_text=True):
