@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from wanstream.distributed import Driver, wire_traffic
+from wanstream.distributed.driver import driver as driver_module
 from wanstream.sampling import request_run_shape
 from wanstream.sampling.inputs import ExtraTokens
 from wanstream.sampling.steps import SamplingCancelled, StepProgress
 from wanstream.schema import Mesh, OffloadPolicy
 from wanstream.schema.refs import ExpertsRef, WorkersRef
 from wanstream.tests.support.distributed.process_pool import ProcessPool
+from wanstream.tests.support.distributed.processes import Processes
 from wanstream.tests.support.rounding import ROUNDING, distance
 from wanstream.tests.support.sampling.runs import changed_request, normal
 from wanstream.wan.experts.open import ExpertsRegistry
@@ -136,6 +138,22 @@ def test_a_killed_worker_is_replaced_and_no_bit_changes(
     assert [step.done for step in steps] == list(range(1, steps[-1].total + 1))
 
 
+def test_a_worker_that_hangs_is_found_by_those_who_wait_for_it(pool, batch_task, alone):
+    frozen = pool.workers[1].pid
+    # Enough steps to keep the worker busy until this process comes to stop it.
+    task = batch_task(1, steps=60, switch_step=30)
+
+    def on_step(step: StepProgress) -> None:
+        if step.done == 2:
+            os.kill(frozen, signal.SIGSTOP)
+
+    ran = run(driver_of(pool, Mesh(cfg=2), timeout_s=6.0), task, on_step=on_step)
+    assert torch.equal(ran.latents, alone(task))
+    assert ran.restarts == 1
+    assert pool.workers[1].pid != frozen
+    assert "waited 6 s" in ran.timeline.changes[0]
+
+
 @pytest.mark.parametrize("machines", [{}, {1: "other"}])
 def test_oom_of_one_rank_shrinks_its_whole_cell(machines, processes, make_task, alone):
     task = make_task(policy=OffloadPolicy.layerwise(3))
@@ -186,3 +204,52 @@ def test_predicted_traffic_is_what_workers_receive(mesh, changes, processes, mak
     output = tokens // shares * 64 * shape.value_bytes if mesh.ulysses > 1 else 0
     steps = len(ran.timeline.steps)
     assert ran.gathered_bytes == 2 * steps * (traffic.bytes + output)
+
+
+def job_drive_until_killed(here, task, mesh, states, handover_s, step):
+    """Run a task on a driver with workers of its own, and kill this process in a step."""
+    driver_module.handover_interval_s = lambda nbytes, groups: handover_s
+
+    def on_step(progress):
+        if progress.done == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with ProcessPool(Processes(), mesh.size) as pool:
+        run(driver_of(pool, mesh), task, on_step=on_step, states=states)
+
+
+NEVER_S = 1e9
+
+
+@pytest.mark.parametrize(
+    ("mesh", "videos", "handover_s", "dies_at", "continued"),
+    [
+        (Mesh(cfg=2), 1, 0.0, 2, ("continued from step 2 of an interrupted run",)),
+        (Mesh(stage=2), 1, NEVER_S, 3, ("continued from step 2 of an interrupted run",)),
+        (Mesh(data=2), 3, 0.0, 3, None),
+    ],
+    ids=["cfg 2", "stage 2, at the end of a stage", "data 2"],
+)
+def test_run_of_a_killed_driver_continues(
+    mesh, videos, handover_s, dies_at, continued, pool, processes, make_task, alone, tmp_path
+):
+    task = make_task(request={"noise": normal(videos, 16, 2, 4, 6, seed=5), "solver": "unipc"})
+    states = tmp_path / "states"
+    driver = processes.at_least(WORKERS + 1)[WORKERS]
+    killed = driver.start(job_drive_until_killed, task, mesh, states, handover_s, dies_at)
+    with pytest.raises(RuntimeError, match="ended in the middle of a job"):
+        killed.result()
+    processes.replace(WORKERS)
+    steps = list[StepProgress]()
+    ran = run(driver_of(pool, mesh), task, on_step=steps.append, states=states)
+    assert torch.equal(ran.latents, alone(task))
+    assert not states.exists()
+    done = [step.done for step in steps]
+    assert done == list(range(done[0], done[-1] + 1))
+    changes = ran.timeline.changes
+    if continued is None:
+        assert 1 <= len(changes) <= 2
+        assert dies_at < done[0] <= dies_at + 3
+    else:
+        assert changes == continued
+        assert done[0] == 3
