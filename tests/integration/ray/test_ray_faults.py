@@ -172,11 +172,12 @@ def test_worker_that_does_not_start_may_lack_the_token(answers):
 def test_exposed_workers_are_refused_unless_allowed_and_guarded(
     address, token, beyond_loopback, message, ray, answers, monkeypatch
 ):
+    """The first of two workers listens on loopback, with a token."""
     facts = dataclasses.replace(started().facts, address=address)
-    found = started(facts=facts, requires_token=token)
-    monkeypatch.setattr(ray, "get", lambda *_, **__: found)
-    answers += [0.0]
-    cluster = {"address": "127.0.0.1:1", "token_file": "/token", "count": 1}
+    found = [started(), started(facts=facts, requires_token=token)]
+    monkeypatch.setattr(ray, "get", mock.Mock(side_effect=found))
+    answers += [0.0, 0.0]
+    cluster = {"address": "127.0.0.1:1", "token_file": "/token", "count": 2}
     with pytest.raises(RaySetupError, match=message) if message else nullcontext():
         RayPool(WorkersRef(**cluster, beyond_loopback=beyond_loopback)).close()
 

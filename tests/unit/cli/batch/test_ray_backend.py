@@ -34,6 +34,7 @@ from wanstream.distributed import WorkerLostError
 from wanstream.distributed.path_map import MissingPathError
 from wanstream.host.embedded.events import NodeProgress
 from wanstream.host.embedded.run import History, NodeFailedError, Workflow
+from wanstream.host.workers.clusters import VARIABLE
 from wanstream.tests.support.batch.command import command_line, shipped
 from wanstream.tests.support.batch.fake_batch import Bench, Killed, Mishaps
 from wanstream.tests.support.distributed import local_actor
@@ -503,8 +504,10 @@ def test_too_many_actors_for_this_machine_are_refused(device, workers, gpus, cor
 @pytest.mark.parametrize(
     ("workers", "gpus", "address", "note"),
     [
+        (None, 4, "local", "starting Ray and 4 actors"),
         (1, 4, "local", "starting Ray and 1 actor"),
         (None, 4, "10.0.0.1:6379", "starting the actors on the Ray cluster at 10.0.0.1:6379"),
+        (3, 0, "10.0.0.1:6379", "starting 3 actors on the Ray cluster at 10.0.0.1:6379"),
     ],
 )
 def test_note_has_the_number_of_actors_if_known(monkeypatch, workers, gpus, address, note):
@@ -684,11 +687,22 @@ def test_summary_has_the_rows_of_each_actor_and_command(batch, capsys):
         assert counts.items() >= expected.items()
 
 
-def test_too_many_actors_are_refused_before_ray_starts(batch, tmp_path, monkeypatch, capsys):
+TOO_MANY = "--workers 5: each actor on a CPU needs a core, and there are 4: give --workers 4 at"
+NO_CLUSTER = "the cluster is 'lab', and there are local, rack: choose one of them"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [("--ray --device cpu --workers 5", TOO_MANY), ("--ray lab", NO_CLUSTER)]
+)
+def test_wrong_actors_are_refused_before_ray_starts(
+    batch, given, message, tmp_path, monkeypatch, capsys
+):
     started = mock.Mock(side_effect=AssertionError("Ray is started"))
     monkeypatch.setattr(ray_backend, "open_services", started)
     monkeypatch.setattr(ray_backend, "core_count", lambda: 4)
-    message = "--workers 5: each actor on a CPU needs a core, and there are 4: give --workers 4 at"
-    assert batch(1, "--ray", "--device", "cpu", "--workers", "5") == INVALID
+    listed = tmp_path / "clusters.json"
+    listed.write_text(json.dumps({"rack": {"address": "127.0.0.1:6379"}}), encoding="utf-8")
+    monkeypatch.setenv(VARIABLE, str(listed))
+    assert batch(1, *given.split()) == INVALID
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
