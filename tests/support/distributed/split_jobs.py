@@ -343,13 +343,19 @@ def attended(query, key, value):
 
 
 def job_attach_and_detach(here, experts, policy):
-    """Return every attribute before, in and after context parallelism: an id, or a length."""
+    """Return ids of all attributes, or of a dictionary's values, around context parallelism.
+
+    Before, in it and afterwards.
+    """
     models = experts_of(here).get(experts).engine(policy, torch.device("cpu")).models
     modules = [module for model in models.bare.values() for module in model.modules()]
 
+    def identities(own):
+        return [*map(id, own.values())] if isinstance(own, dict) else id(own)
+
     def attributes():
         every = [item for owner in (*modules, models.settings) for item in vars(owner).items()]
-        return [(name, len(own) if isinstance(own, dict) else id(own)) for name, own in every]
+        return [(name, identities(own)) for name, own in every]
 
     before = attributes()
     with group_forward(here.groups).attached(models.bare.values()):
