@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -179,3 +180,20 @@ def test_ctrl_c_while_ray_starts_ends_what_is_started_afterwards(monkeypatch):
     finally:
         signal.signal(signal.SIGINT, handler)
     assert ended == ["agent"]
+
+
+ENDS = """
+from types import SimpleNamespace
+from wanstream.distributed.ray import connection, environment
+from wanstream.schema.refs import WorkersRef
+environment.import_ray = lambda: SimpleNamespace(is_initialized=lambda: False)
+connection._start_local = lambda ray, ref, size, undo: undo.callback(print, "Ray is ended")
+connection.CONNECTION.acquire(WorkersRef(count=1))
+print("the main module returns")
+"""
+
+
+@pytest.mark.integration
+def test_a_process_that_returns_ends_its_ray(tmp_path):
+    output = subprocess.check_output([sys.executable, "-c", ENDS], text=True, cwd=tmp_path)
+    assert output == "the main module returns\nRay is ended\n"
