@@ -15,6 +15,7 @@ from wanstream.cli.arguments import DONE, FAILED, INVALID
 from wanstream.host.embedded.run import NodeFailedError, Workflow
 from wanstream.nodes.runs.video_file import write_video
 from wanstream.tests.faults import replaced
+from wanstream.tests.support.batch import foreign
 from wanstream.tests.support.batch.command import command_line, journal_rows, shipped, videos
 from wanstream.tests.support.marks import needs_device_errors
 
@@ -114,6 +115,7 @@ def test_a_row_runs_again_when_its_file_is_missing(batch, capsys):
     (batch.out / "00002.mp4").unlink()
     assert batch([ROWS[2], *ROWS[:2]]) == DONE
     assert batch.runs == [[3], [2]]
+    assert journal_rows(batch.out, "stem") == [("shot",), ("00001",), ("00002",)]
     assert "line 3 runs again: its files are missing" in capsys.readouterr().err
     assert first.stat().st_mtime_ns == made_at
 
@@ -178,13 +180,23 @@ def test_a_refusal_of_names_moves_and_removes_nothing(batch, journal):
     assert not [name for name in changed if journal == "damaged" or ".sqlite" not in name]
 
 
-@pytest.mark.parametrize("name", [".wanstream/mine", "journal.sqlite.copy"])
-def test_a_foreign_thing_is_refused_before_a_row_runs(batch, capsys, name):
+@pytest.mark.parametrize(
+    ("place", "make"),
+    [
+        (".wanstream/mine", foreign.link),
+        (".wanstream/lock-journal", foreign.names_the_victim),
+        ("journal.sqlite.copy", foreign.link),
+        ("journal.sqlite.lock", foreign.dangling),
+        ("journal.sqlite.lock-journal", foreign.names_the_victim),
+    ],
+)
+def test_a_foreign_thing_is_refused_before_anything_is_used(batch, capsys, tmp_path, place, make):
     assert batch(ROWS[:1]) == DONE
-    path = batch.out / name
-    path.symlink_to(batch.models)
-    assert batch() == INVALID
+    outside = foreign.Outside(tmp_path / "outside")
+    with foreign.foreign_thing(batch.out, place, make, outside) as path:
+        assert batch() == INVALID
     assert path.name in capsys.readouterr().err
+    assert outside.touched == []
     assert batch.runs == []
 
 

@@ -373,6 +373,7 @@ def test_a_server_that_hangs_in_a_short_request_is_silent_soon(canned, monkeypat
     canned.pause_s = 1.0
     with pytest.raises(errors.UnreachableError, match="timed out"):
         canned.call(call)
+    assert len(canned.requests) <= 1, "the first request has timed out"
 
 
 def test_timeouts_of_workflows_and_files_are_longer(canned, monkeypatch):
