@@ -208,6 +208,14 @@ def test_a_short_read_is_continued(layered, route, large, short, caplog):
         assert all(position % ALIGNMENT == 0 for position, _ in layer.requests)
 
 
+def test_bytes_are_counted_as_files_return_them(layered, route, large):
+    reader, _ = layered(route)
+    reader.read(whole_of(large, buffer(len(LARGE))))
+    assert reader.bytes_read == len(LARGE)
+    reader.read([(piece(large, 10, 100), buffer(100))])
+    assert reader.bytes_read == len(LARGE) + (ALIGNMENT if route == "direct" else 100)
+
+
 direct = pytest.mark.skipif(not HAS_DIRECT, reason="this system has no O_DIRECT")
 
 
@@ -232,18 +240,30 @@ def test_direct_reads_are_aligned_and_read_each_byte_once(layered, large):
 @direct
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_refusing_file_system_is_read_through_the_cache(large, caplog, at):
+    other = large.with_name("other.bin")
+    other.write_bytes(CONTENT)
     reader = FileReader(readers=1, direct=True)
     reader.direct_files = layer = Layer(OpenFiles(), at=at, error=errno.EINVAL)
     memory = buffer(len(LARGE))
+    small = buffer(100)
     caplog.set_level(logging.INFO)
     for _ in range(2):
         memory[:] = bytes(len(LARGE))
-        reader.read(whole_of(large, memory))
-        assert memory == LARGE
-    assert len(layer.requests) == 4, "what was planned by then is tried, no more"
+        small[:] = bytes(100)
+        reader.read([*whole_of(large, memory), (piece(other, 7, 100), small)])
+        assert (memory, small) == (LARGE, CONTENT[7:107])
+    assert len(layer.requests) == 5, "what was planned by then is tried, no more"
     words = "refuses direct reads (Invalid argument); reading through the page cache"
-    assert caplog.messages == [f"{large}: the file system {words}"], "logged once"
-    assert reader.bytes_read == 2 * len(LARGE)
+    assert caplog.messages == [f"{large}: the file system {words}"], "logged once for both files"
+    assert reader.bytes_read == 2 * (len(LARGE) + 100)
+    reader.close()
+
+
+def test_the_portable_route_never_reads_directly(large):
+    reader = FileReader(readers=2, portable=True, direct=True)
+    reader.direct_files = layer = Layer(OpenFiles())
+    reader.read(whole_of(large, buffer(len(LARGE))))
+    assert layer.requests == []
     reader.close()
 
 
