@@ -123,9 +123,18 @@ def test_a_run_continues_after_a_failed_allocation(stacks, monkeypatch):
         assert not engine.running
         assert engine.loaded_bytes == 4 * BLOCK_BYTES
         assert torch.equal(stream(engine, stacks)[0], expected)
-        engine.allocate_buffers()
         assert engine.loaded_bytes == 2 * BLOCKS * BLOCK_BYTES
-        assert stream(engine, stacks)[1].fetched == [], "existing buffers stay"
+
+
+def test_all_buffers_are_allocated_at_once(stacks):
+    expected = plainly(stacks)
+    with attach(stacks, OffloadPolicy.block_swap(3, 1)) as engine:
+        engine.allocate_buffers()
+        memory = storages(engine)
+        assert engine.loaded_bytes == len(memory) * BLOCK_BYTES == 5 * BLOCK_BYTES
+        assert torch.equal(stream(engine, stacks)[0], expected)
+        engine.allocate_buffers()
+        assert [storage.expired() for storage in memory] == [False] * 5, "existing ones stay"
 
 
 def test_runs_planned_before_a_change_cannot_begin(stacks, slow):
@@ -212,6 +221,25 @@ def test_common_residents_are_not_fetched_again(stacks, slow):
         assert torch.equal(value, expected)
         assert set(fetched(run)) == set(slow.formats) - before
         assert engine.loaded_bytes == 2 * BLOCKS * BLOCK_BYTES
+
+
+def test_common_blocks_in_ram_are_not_read_again(stacks, slow):
+    expected = plainly(stacks)
+    with attach(stacks, IN_RAM, source=slow) as engine:
+
+        def check(policy: OffloadPolicy, ram_blocks: int, reads: int) -> None:
+            slow.reads.clear()
+            engine.set_policy(policy)
+            assert engine.host_bytes == ram_blocks * in_pages(BLOCK_BYTES)
+            assert torch.equal(stream(engine, stacks)[0], expected)
+            assert len(slow.reads) == reads
+
+        stream(engine, stacks)
+        swap = OffloadPolicy.block_swap(2, 1, source="pinned")
+        for policy in (replace(IN_RAM, prefetch_blocks=3), swap, IN_RAM):
+            check(policy, 2 * BLOCKS, 0)
+        check(replace(IN_RAM, ram_blocks=4), 4, 2 * BLOCKS - 4)
+        check(LAYERWISE, 0, 2 * BLOCKS)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from wanstream.offload import PassCalls, StreamSession
+from wanstream.offload.sources.base import SourceError
 from wanstream.plan.programs import PassOrders
 from wanstream.schema import OffloadPolicy, StateError
 from wanstream.tests.support.offload.streaming import BLOCKS, ONES, attach, plainly
@@ -117,6 +118,17 @@ def test_an_abandoned_pass_and_an_error_disturb_no_other_pass(stacks):
         assert threading.active_count() == threads
         assert not engine.running
         assert torch.equal(*passes.course([WHOLE], 1), expected)
+
+
+def test_an_unreadable_block_raises_in_its_visit(stacks, slow):
+    slow.fail_at = 3
+    with attach(stacks, source=slow) as engine:
+        passes = Passes(engine, stacks)
+        passes.begin(1)
+        with pytest.raises(SourceError, match="went away"):
+            passes.one(WHOLE)
+        passes.close()
+        assert not engine.running
 
 
 def test_calls_in_a_wrong_order_raise(stacks):
