@@ -319,9 +319,9 @@ SIZES = dict.fromkeys(BLOCK_BYTES, 100 * MB)
 BLOCKS = BlockCosts(stacks=("model",), blocks=20, outside_bytes=50 * MB, **SIZES)
 
 
-def visits(visit_s: float, *, passes: int = 1) -> StepRecord:
+def visits(visit_s: float, *, bus: float = 20e9, passes: int = 1) -> StepRecord:
     """Return the record of a call with 20 visits per pass."""
-    return call(passes * BLOCKS.blocks * BLOCKS.stored_bytes, passes * 20 * visit_s, 20e9, 2e9)
+    return call(passes * BLOCKS.blocks * BLOCKS.stored_bytes, passes * 20 * visit_s, bus, 2e9)
 
 
 plan = partial(choose, BLOCKS)
@@ -348,6 +348,15 @@ def test_present_policy_that_does_not_fit_is_replaced():
     assert plan(visits(0.001, passes=2), vram=600 * MB, **given).device_bytes <= 600 * MB
     assert memory_needs(BLOCKS, present, has_bus=True).device_bytes > 600 * MB
     assert plan(visits(0.001, passes=2), vram=60 * MB, **given) is None
+
+
+def test_slow_disk_fills_ram_and_slow_bus_the_device():
+    slow_disk = plan(visits(0.02), vram=500 * MB)
+    assert (slow_disk.policy.source, slow_disk.policy.ram_blocks) == ("pinned", None)
+    assert slow_disk.host_bytes == 20 * BLOCKS.stored_bytes
+    slow_bus = plan(visits(0.02, bus=2.5e9), ram=0)
+    assert slow_bus.policy.source == "file"
+    assert slow_bus.device_bytes > 12 * BLOCKS.computed_bytes
 
 
 def test_on_a_cpu_both_share_the_ram():

@@ -92,6 +92,14 @@ def test_quantising_slower_than_the_disk_limits_reading():
         assert run.costs(machine).hardware.disk_bytes_per_s == pytest.approx(block / read_s)
 
 
+def test_a_cpu_decodes_while_nothing_computes():
+    block = run_shape().blocks.computed_bytes
+    run = run_shape(1, 0, stored_bytes=block // 2, file_bytes=block // 2)
+    (step,) = predicted(run, rated_cpu(decode_bytes_per_s=block / 0.25), LAYERWISE).timeline.steps
+    assert step.decode_s == pytest.approx(8 * 0.25)
+    assert step.wall_s == pytest.approx(step.compute_s + step.stall_s + step.decode_s)
+
+
 POLICIES = [LAYERWISE, OffloadPolicy.resident(), OffloadPolicy.block_swap(4, 2, source="pinned")]
 POLICIES += [replace(LAYERWISE, source="pinned", ram_blocks=5)]
 

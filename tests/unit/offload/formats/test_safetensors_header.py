@@ -12,7 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from wanstream.offload.formats.safetensors_header import DTYPES, CheckpointFileError, read_header
+from wanstream.offload.formats.safetensors_header import (
+    DTYPES,
+    CheckpointFileError,
+    FileTensor,
+    read_header,
+)
 
 ONE_TENSOR = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 
@@ -63,6 +68,13 @@ def test_tensors_come_in_the_order_of_their_bytes(write):
     header = read_header(write(file_bytes(entries, 6)))
     assert list(header.tensors) == ["z", "m", "a"]
     assert header.metadata == {}
+
+
+def test_rows_beyond_a_tensor_are_refused():
+    where = {"path": Path("x"), "offset": 1000, "nbytes": 80}
+    table = FileTensor(dtype=torch.float32, shape=(10, 2), **where)
+    with pytest.raises(AssertionError, match="rows 9:11"):
+        table.rows(9, 11)
 
 
 def test_a_header_whose_length_looks_like_a_pickle_is_read(write):
