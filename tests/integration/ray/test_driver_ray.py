@@ -25,10 +25,11 @@ REF = WorkersRef(count=MESH.size, threads=1, timeout_s=60.0, max_restarts=1)
 
 @pytest.fixture(scope="module")
 def pool():
-    before = _open_things([])
+    own = [os.getpid()]
+    before = _open_things(own)
     with RayPool(REF, store_bytes=200 << 20) as started:
         yield started
-    assert not _stays_open([], before), "nothing is left of it"
+    assert not _stays_open(own, before), "nothing is left of it"
 
 
 def pids_of(pool):
@@ -74,7 +75,7 @@ def test_a_worker_that_is_killed_at_a_tile_costs_no_frame(pool, tiny_pipeline):
 
 
 def _open_things(pids: list[int]) -> set[str]:
-    """Return resources a stopped run could leak: worker sockets, shared memory, processes."""
+    """Return resources that could stay open: sockets of `pids`, shared memory, processes."""
     counts = {"processes": len(psutil.Process().children(recursive=True))}
     counts |= {f"connections of {pid}": len(psutil.Process(pid).net_connections()) for pid in pids}
     numbered = {f"{kind}: {at}" for kind, count in counts.items() for at in range(count)}
