@@ -84,7 +84,7 @@ def test_a_start_image_becomes_mask_and_normalised_latent():
 def test_masks_of_every_width_and_length():
     four = START.repeat(1, 4, 1, 1, 1)
     expected = image_condition(IMAGE, START)
-    averaged = START.repeat(1, 3, 1, 1, 1)
+    averaged = START * torch.tensor([0.0, 1.0, 2.0]).view(1, 3, 1, 1, 1)
     shorter = START[:, :, :2]
     for mask in (four, averaged, shorter):  # frames beyond a mask are free
         assert torch.equal(image_condition(IMAGE, mask), expected)
@@ -92,8 +92,8 @@ def test_masks_of_every_width_and_length():
     assert torch.equal(both, expected.repeat(2, 1, 1, 1, 1)), "images of a batch share a mask"
     assert (image_condition(IMAGE, None)[:, :4] == 0).all()
     assert image_condition(IMAGE.to("meta"), START).device.type == "meta", "the image says where"
-    four[:, 2, 1] = 0
-    assert image_condition(IMAGE, four)[0, :4, 1, 0, 0].tolist() == [0.0, 0.0, 1.0, 0.0]
+    four[:, 2, 1] = 0.25
+    assert image_condition(IMAGE, four)[0, :4, 1, 0, 0].tolist() == [0.0, 0.0, 0.75, 0.0]
 
 
 @pytest.mark.parametrize(
