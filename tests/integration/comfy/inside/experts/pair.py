@@ -7,13 +7,14 @@ fp32, with the same noise, euler and `simple`.
 from functools import cache, partial
 
 import torch
-from comfy import model_sampling, samplers
+from comfy import latent_formats, model_sampling, samplers
 from comfy_extras.nodes_custom_sampler import SamplerCustom
 from comfy_extras.nodes_wan import WanFirstLastFrameToVideo, WanImageToVideo
 
 from wanstream.sampling.steps.schedules import simple_schedule
 from wanstream.schema.refs.experts import ExpertsRef
 from wanstream.testing import TinyShape, make_expert, save_expert_file
+from wanstream.wan.latents.space import denormalise, normalise
 
 from ..checks import for_each, refused
 from ..families import _normal
@@ -84,6 +85,15 @@ def check_simple_sigmas(_):
             sampling.set_parameters(shift=shift)
             ours = torch.tensor(simple_schedule(steps, shift).sigmas)
             assert torch.equal(ours, samplers.simple_scheduler(sampling, steps))
+
+
+@for_each(latent_formats.Wan21, latent_formats.Wan22)
+def check_latent_space(_, form):
+    """The numbers are ComfyUI's, and the results are equal to the bit."""
+    wan = form()
+    image = _normal(1, wan.latent_channels, 3, 4, 6, seed=0)
+    assert torch.equal(normalise(image), wan.process_in(image))
+    assert torch.equal(denormalise(image), wan.process_out(image))
 
 
 def check_text_to_video(pair):
