@@ -267,16 +267,18 @@ def check_odd_sizes(side, *size):
 
 
 def check_batch(side):
-    """A batch is its samples, and moves the bytes of one."""
+    """A batch is its samples, and moves the bytes of one, as in our sampler."""
     zeros = torch.zeros(2, *SHAPE[1:])
     together = side.ours()
     alone = side.ours()
     noise = sample.prepare_noise(zeros, SEED)
     both = sampled(together, "dpmpp_2m", latent=zeros)
     assert torch.equal(both[1:], sampled(alone, "dpmpp_2m", noise=noise[1:].clone()))
+    _, of_sampler = side.by_our_sampler(noise)
     # A run before may have left blocks for the first call.
-    moved = [[step.bytes_moved for step in run.timeline.steps[1:]] for run in (together, alone)]
-    assert moved[0] == moved[1]
+    timelines = (together.timeline, alone.timeline, of_sampler)
+    moved = [[step.bytes_moved for step in each.steps[1:]] for each in timelines]
+    assert moved[0] == moved[1] == moved[2]
     side.check("dpmpp_2m", latent=zeros)
 
 
