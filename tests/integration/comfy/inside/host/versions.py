@@ -50,7 +50,7 @@ add_patches_of_weights clip_kinds code_folder COMPILE_KEY compiled_modules condi
 CONDITIONS_FUNCTION config_without_network count_pinned_bytes dynamic_vram_bytes
 encoder_linear_layers estimated_bytes FUNCTION_WRAPPER guidance_scale has_other_patches
 has_patched_weights IN_LAYERS in_layers intended_dtype is_checkpoint is_compiled_by_wrapper
-is_of_core is_quantised join_patch_identities layers_of linear_layers load_on_any_device loaded_clip
+is_of_core is_quantised join_patch_identities linear_layers load_on_any_device loaded_clip
 loaded_file LoadedClip LoadedFile loading_by loading_clip_by marks_layers model_config noise_of_run
 OF_A_CLIP patched_shape PATCHES PATCHES_OF_WEIGHTS quantised_formats REPLACEMENTS sampler_function
 set_layers set_loader set_weight_functions settings_file shows_progress_bars stored_names twin_memo
@@ -133,6 +133,13 @@ def _(model):
         assert versions.without_dynamic_vram(model).is_clone(model)
         model.cached_patcher_init = None
         assert versions.without_dynamic_vram(model) is None
+
+
+@case("layers_of")
+def _(_):
+    """Plain layers for a compute dtype as stored, else layers that cast."""
+    for cast, layers in ((None, ops.disable_weight_init), (torch.float32, ops.manual_cast)):
+        assert versions.layers_of(configuration(), torch.float16, cast) is layers
 
 
 @case("multiply_in_fp8")
