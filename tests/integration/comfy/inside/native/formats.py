@@ -691,6 +691,13 @@ def check_marked_layers_without_a_part_are_refused(files):
     refuse_with(files.folder, nvfp4, f"marked as nvfp4, but {Q}.weight_scale_2 is missing")
 
 
+def check_a_broken_marker_and_a_second_scale_are_refused(files):
+    require(QUANT_ALGOS, MARKS)
+    broken = {f"{Q}.comfy_quant": torch.tensor(list(b"{"), dtype=torch.uint8)}
+    refuse_with(files.folder, broken, f"{Q}.comfy_quant is not JSON")
+    refuse_with(files.folder, {f"{Q}.scale_weight": torch.ones(1)}, f"{Q} has two scales")
+
+
 PATCHES = "patch_embedding.weight"
 GGUF_SHAPES = {
     "usual": lambda name, each: each.flatten(0, 1) if name == PATCHES else each,
