@@ -146,11 +146,12 @@ def wan_nodes():
 
 
 def _given(node, schema, optional):
-    values = _values(node)
+    defaults = {each.id: getattr(each, "default", None) for each in schema.inputs}
+    values = {name: value for name, value in defaults.items() if value is not None} | _values(node)
     if node == "WanMoveTrackToVideo":
         values["tracks"] = {"track_path": torch.full((FRAMES, 1, 2), 8.0)}
-    inputs = [each for each in schema.inputs if not each.optional or each.id in optional]
-    return {each.id: values.get(each.id, getattr(each, "default", None)) for each in inputs}
+    names = [each.id for each in schema.inputs if not each.optional or each.id in optional]
+    return {name: values[name] for name in names}
 
 
 def _run(folder, results, keys):
