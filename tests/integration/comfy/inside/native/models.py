@@ -27,7 +27,7 @@ from ..families import EVERY_FAMILY, FAMILIES, Family, sample
 from ..further_families import EVERY_FURTHER, FURTHER
 from ..patches import PATCHES, TinyControl, context_windows, node_results
 from ..samplers import guided, ksamplers, simple_sigmas
-from ..tiny_models import FLUX, SHARED, WAN, Files, figures, one_by_one
+from ..tiny_models import FLUX, SHARED, WAN, Files, figures, logged, one_by_one
 
 setup = Files
 STEPS = 3
@@ -102,6 +102,18 @@ def with_little_room(run, model):
         return run(model)
 
 
+@contextmanager
+def _zeroed(block):
+    kept = [parameter.detach().clone() for parameter in block.parameters()]
+    for parameter in block.parameters():
+        parameter.zero_()
+    yield
+    for parameter, before in zip(block.parameters(), kept, strict=True):
+        parameter.copy_(before)
+
+
+UNUSED = ("unet missing", "unet unexpected", "left over", "NOT LOADED", "not loaded")
+"""ComfyUI's words for missing, unexpected or leftover keys."""
 OTHER_FORMS = ("fp16", "fp8", "fp8 kept")
 NAMES = [family.name for family in (*EVERY_FAMILY, *EVERY_FURTHER)]
 
@@ -109,6 +121,25 @@ NAMES = [family.name for family in (*EVERY_FAMILY, *EVERY_FURTHER)]
 def _family(name):
     require(name in FAMILIES or name in FURTHER, name)
     return {**FAMILIES, **FURTHER}[name]
+
+
+@for_each(*NAMES)
+def check_each_block_of_a_family_matters(files, name):
+    """ComfyUI finds all weights of the tiny model, and a wrong block would change the result.
+
+    The first and the last block of each list stand for the others.
+    """
+    family = _family(name)
+    with logged() as lines:
+        model = families.native(files.path(family), family)
+    assert [line for line in lines if any(words in line for words in UNUSED)] == []
+    run = partial(sample, family=family, steps=1, cfg=1.0)
+    before = run(model)
+    network = model.model.diffusion_model
+    for blocks in family.lists:
+        for number in (0, -1):
+            with _zeroed(network.get_submodule(blocks)[number]):
+                assert not torch.equal(run(model), before), (blocks, number)
 
 
 MOST_RECOMPILED = {"wan22_s2v": 5}
