@@ -42,6 +42,7 @@ def test_figures_are_those_of_the_timelines():
     """Warm-ups do not count, and only known figures are shown."""
     reads = {"read_bytes": 2 * 10**9, "read_s": 4.0}
     given = {"copied_bytes": 10**9, "copy_s": 0.5, "stall_s": 1.0, "rss_bytes": 7, **reads}
+    given["first_block_s"] = 0.25
     variant = make_variant("a", *(make_timeline(n, 2, 2, 3, **given) for n in (90, 4, 5, 9)))
     cold, *warm = variant.trials
     variant = replace(variant, trials=(replace(cold, warmup=True), *warm))
@@ -51,6 +52,7 @@ def test_figures_are_those_of_the_timelines():
         "Steady step, high-noise expert": (2, 2, 2),
         "First step": (5, 4, 9),
         "Switch step": (3, 3, 3),
+        "First block after": (0.25,) * 3,
         "Stall": (4, 4, 4),
         "Moved to buffers": (4 * 28e9,) * 3,
         "Rate to buffers": (2e9,) * 3,

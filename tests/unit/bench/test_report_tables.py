@@ -250,7 +250,10 @@ def test_run_of_one_expert_has_no_switch():
 def test_step_of_several_runs_has_its_median_and_ends():
     runs = [make_timeline(*walls) for walls in ((4, 2, 2, 3, 2), (6, 1, 2, 9, 2), (5, 3, 2, 4, 2))]
     names = ("Delta (s)", "Spread (s)", "Cumulative (s)", "Phase")
-    delta, spread, cumulative, phases = columns(make_variant("a", *runs), *names)
+    variant = make_variant("a", *runs)
+    warmup = replace(variant.trials[1], warmup=True)
+    measured = replace(variant, trials=(warmup, *variant.trials))
+    delta, spread, cumulative, phases = columns(measured, *names)
     assert delta == ["5.00", "2.00", "2.00", "4.00", "2.00"]
     assert spread[:2] == ["4.00 to 6.00", "1.00 to 3.00"]
     assert cumulative == ["5.00", "7.00", "9.00", "14.00", "16.00"]
