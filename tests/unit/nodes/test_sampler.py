@@ -94,6 +94,19 @@ def test_two_samplers_are_one_run_in_two_parts(run):
         run(in_two(flow_shift=5.0))
 
 
+def swapped(blocks):
+    inputs = {"blocks_to_swap": blocks, "prefetch_blocks": 1, "weights_source": "RAM"}
+    return shipped(policy=node("WanStreamBlockSwap", **inputs))
+
+
+def test_policy_changes_nothing_but_the_transfers(run):
+    without = shipped()
+    del without["sampler"]["inputs"]["policy"]
+    assert torch.equal(samples(run, swapped(2)), samples(run, without))
+    with pytest.raises(NodeFailedError, match="only 4 blocks"):
+        run(swapped(20))
+
+
 @pytest.mark.slow
 def test_planner_chooses_for_the_measured_machine(run, tmp_path, monkeypatch):
     """The first run measures this machine and saves the profile below the test's folder."""
