@@ -83,19 +83,22 @@ def test_impossible_video_is_refused_first(output, inputs, reason):
     assert any(reason in line for line in lines)
 
 
+REFUSAL = latent_backup.VideoRefusedError
+
+
 @pytest.mark.parametrize(
-    ("linked", "reason"),
+    ("linked", "error", "reason"),
     [
-        ({"fps": float("nan")}, "NaN"),
-        ({"filename_prefix": "x" * 300}, "File name too long"),
-        ({"audio": {"waveform": torch.zeros(2, 9), "sample_rate": 16000}}, r"not \[2, 9\]"),
-        ({"format": "vp6"}, "'vp6' cannot be written here"),
+        ({"fps": float("nan")}, REFUSAL, "NaN"),
+        ({"filename_prefix": "x" * 300}, latent_backup.VideoNotSavedError, "File name too long"),
+        ({"audio": {"waveform": torch.zeros(2, 9), "sample_rate": 9}}, REFUSAL, r"not \[2, 9\]"),
+        ({"format": "vp6"}, REFUSAL, "'vp6' cannot be written here"),
     ],
 )
-def test_impossible_linked_value_keeps_the_latent(opened, linked, reason):
+def test_impossible_linked_value_keeps_the_latent(opened, linked, error, reason):
+    assert WanStreamSaveVideo.validate_inputs(None, None, None) is True, "a link has no value yet"
     given = {"images": torch.full((2, 32, 48, 3), 0.5), "latent": {"samples": LATENT}, **SAVED}
-    errors = (latent_backup.VideoRefusedError, latent_backup.VideoNotSavedError)
-    with pytest.raises(errors, match=reason) as failed:
+    with pytest.raises(error, match=reason) as failed:
         WanStreamSaveVideo.execute(**{**given, **linked})
     assert f"The latent is kept in {kept_in(opened)}" in str(failed.value)
     assert not [*opened.rglob("*.mp4*")]
