@@ -263,6 +263,13 @@ def test_only_script_in_web_names_every_module():
     assert named == modules
 
 
+def test_no_script_in_web_makes_elements_from_text():
+    """Texts come from prompts that anyone may post, and `dom.mjs` keeps them texts."""
+    markup = re.compile(r"\w+HTML|DOMParser|\.write\(|createContextual|srcdoc")
+    for file in WEB.rglob("*.*js"):
+        assert not markup.findall(file.read_text(encoding="utf-8")), file.name
+
+
 @EACH_NODE
 def test_page_has_its_parts(node):
     page = page_of(node)
@@ -291,6 +298,8 @@ def test_inputs_have_the_defaults_and_limits_of_the_schema(node):
         name, words = found.groups()
         values = CODE.findall(re.findall("（(.*?)）：", chinese)[0])
         assert (name, CODE.findall(words)[: len(values)]) == (socket.id, values)
+        # The Chinese page leaves out choices with a dot.
+        assert all(f"`{option}`" in words for option in fixed_options(socket.as_dict())), socket.id
         has_default = "default" in socket.as_dict()
         assert words.startswith("default `") == has_default, socket.id
         assert has_default or words.startswith("optional") == bool(socket.optional), socket.id
