@@ -246,6 +246,22 @@ def test_run_is_shown_after_another_tab_was_open(classic):
     assert len(classic.badges()) == 7
 
 
+def test_reload_during_a_run_shows_no_guessed_times(classic):
+    # Enough for a slow page to come back within the run.
+    workflow_id = classic.load(steps=1000)
+    classic.queue()
+    classic.until_under_way()
+    classic.reload()
+    classic.load(steps=1000, workflow_id=workflow_id)
+    classic.until_under_way()
+    classic.server.post("/interrupt", {})
+    classic.until_ended()
+    assert classic.badges() == {}
+    classic.set(SAMPLER, steps=1)
+    classic.run()
+    assert len(classic.badges()) == 7
+
+
 def test_nodes_of_other_packs_have_badges_without_memory(classic):
     value = node("PrimitiveString", value=str(uuid.uuid4()))
     classic.frontend.load_prompt({"1": value, "2": node("PreviewAny", source=["1", 0])})
