@@ -440,9 +440,12 @@ def test_a_sound_workflow_has_no_faults():
         ("1", "file", "c", "node 1 (Loader): Value not in list: file: 'c' not in ['a.safetensors'"),
         ("3", "solver", "ddim", "node 3 (Sampler): Value not in list"),
         ("3", "seed", 101, "node 3 (Sampler): Value 101 bigger than max of 100: seed"),
+        ("3", "seed", "x", "node 3 (Sampler): Failed to convert an input value to a INT value"),
         ("3", "model", None, "node 3 (Sampler): Required input is missing: model"),
         ("3", "model", ["2", 0], "received_type(IMAGE) mismatch input_type(MODEL)"),
+        ("3", "model", ["9", 0], "'model' is linked to node '9', which is not in the workflow"),
         ("3", "model", ["1", 2], "'model' is linked to output 2 of node '1' (Loader), which has 2"),
+        ("3", "model", ["1"], "Bad linked input"),
     ],
 )
 def test_a_fault_is_told_with_its_node_and_input(node, name, value, fault):
