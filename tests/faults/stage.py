@@ -212,7 +212,7 @@ class Stage:
         for path in sorted((*self.out.rglob("*"), *self.temporary.rglob("*"))):
             name = str(path.relative_to(self.out)) if path.is_relative_to(self.out) else str(path)
             kept = name in _ALLOWED or name.startswith("journal.sqlite.damaged")
-            kept |= path.suffix == ".mp4" or (path.parent == self.out and path.suffix == ".latent")
+            kept |= path.parent == self.out and path.suffix in {".mp4", ".latent"}
             if path.is_file() and not kept and str(path) not in announced:
                 leaked.append(name)
         return leaked
