@@ -86,21 +86,23 @@ def test_loras_of_any_rank_beside_codes_need_no_new_graph(codes, originals, monk
     """With a patch, comfy-kitchen's kernel cannot activate tokens: no graph may depend on it."""
     monkeypatch.setattr(Int8Linear, "compute", Int8Linear._by_torch)
     compiler = Counting()
-    block = WanBlock(originals[0], BlockSettings(compiler=compiler))
-    layers = _set_codes(block, codes, 0)
-    Multiplications(device=torch.device("cpu")).prepare(layers)
     given, results = block_inputs(9), []
-    for rank in (0, 4, 8):
-        for layer in layers:
-            layer.kitchen_dtype = 2
-            if rank:
-                layer.patch_up = torch.ones(layer.out_features, rank)
-                layer.patch_down = torch.ones(rank, layer.in_features)
-        results.append(computed(block, *given, compiler=compiler))
-        for layer in layers:
-            layer.kitchen_dtype = None
-        assert torch.equal(results[-1], computed(block, *given, compiler=None))
-    assert compiler.graphs == 1
+    for original in originals:
+        block = WanBlock(original, BlockSettings(compiler=compiler))
+        layers = _set_codes(block, codes, 0)
+        Multiplications(device=torch.device("cpu")).prepare(layers)
+        for rank in (0, 4, 8):
+            for layer in layers:
+                layer.kitchen_dtype = 2
+                if rank:
+                    layer.patch_up = torch.ones(layer.out_features, rank)
+                    layer.patch_down = torch.ones(rank, layer.in_features)
+            results.append(computed(block, *given, compiler=compiler))
+            for layer in layers:
+                layer.kitchen_dtype = None
+            assert torch.equal(results[-1], computed(block, *given, compiler=None))
+    assert compiler.graphs == 1, "for both blocks"
+    assert not counters["graph_break"]
     assert not torch.equal(results[0], results[1])
 
 
