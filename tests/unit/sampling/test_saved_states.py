@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from wanstream.sampling import SavedRun, file_versions, run_digest, saved_states
-from wanstream.sampling.steps import SOLVERS, RunState, SamplingCancelled
+from wanstream.sampling.steps import SOLVERS, RunSlice, RunState, SamplingCancelled
 from wanstream.tests.support.sampling.runs import changed_request, run
 from wanstream.wan.experts.open import ExpertsRegistry
 
@@ -64,6 +64,19 @@ def test_a_loaded_state_is_the_saved_one(solver, make_task, states_of, tmp_path)
         (found,) = saved_run(tmp_path, task.request).load()
         assert run_digest(vars(found)) == run_digest(vars(state))
     assert len(list(tmp_path.iterdir())) == 1, "the last one only"
+
+
+def test_a_run_continued_from_a_file_gives_the_same_bits(make_task, states_of, tmp_path):
+    """The solver shifts the lists of its history in place."""
+    task = make_task(request={"solver": "unipc", "steps": 6, "switch_step": 3})
+    states = states_of(task)
+    saved_run(tmp_path, task.request).save(0, states[2])
+    (found,) = saved_run(tmp_path, task.request).load()
+    registry = ExpertsRegistry()
+    pair = registry.get(task.experts)
+    ended = run(pair, task.request, task.policy, part=RunSlice(resume=found))
+    registry.free()
+    assert torch.equal(ended.latents, states[-1].latents)
 
 
 def test_a_file_is_on_disk_before_it_has_its_name(make_task, states_of, tmp_path, monkeypatch):
@@ -193,7 +206,14 @@ def test_values_that_look_alike_have_different_digests():
     values = [1, 1.0, True, "1", "True", None, "None", {"a": 1}, [()]]
     values += [(1,), ((1,),), (1, 2), (12,), ("1", "2"), ("12",)]
     zeros = torch.zeros(2)
-    values += [zeros, zeros[:, None], zeros.double(), zeros.bfloat16(), torch.tensor(0.0)]
+    values += [
+        zeros,
+        zeros + 1,
+        zeros[:, None],
+        zeros.double(),
+        zeros.bfloat16(),
+        torch.tensor(0.0),
+    ]
     assert len({run_digest(value) for value in values}) == len(values)
     with pytest.raises(TypeError, match="a function has no digest"):
         run_digest(ignore)
