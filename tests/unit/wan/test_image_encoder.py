@@ -161,6 +161,19 @@ def test_names_of_openclip_and_of_wans_own_release(names, prefix, others, expect
     assert torch.equal(seen(path), expected)
 
 
+@pytest.mark.parametrize(("which", "dtype"), [("all", FP8), ("matrices", torch.float64)], ids=str)
+def test_other_precisions_are_converted_with_a_warning(which, dtype, file, changed, tmp_path):
+    def stored(tensors: Tensors) -> Edits:
+        return {k: v.to(dtype) for k, v in tensors.items() if which == "all" or v.ndim == 2}
+
+    path = changed(stored)
+    (warning,) = open_image_encoder(path).warnings
+    assert str(dtype).removeprefix("torch.") in warning
+    plain = tmp_path / "plain.safetensors"
+    rewrite(path, plain, lambda tensors: {key: each.float() for key, each in tensors.items()})
+    assert torch.equal(seen(path), seen(plain))
+
+
 def test_fp8_with_scales_is_converted_with_a_warning(file, changed, tmp_path):
     def plain(tensors: Tensors) -> Edits:
         scales = {key: f"{key.removesuffix('.weight')}.scale_weight" for key in edits}
