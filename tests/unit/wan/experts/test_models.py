@@ -167,13 +167,14 @@ def test_expected_run_reads_each_block_once(pair, engine):
 
 def test_another_text_reads_the_text_embedder_alone(pair, engine):
     read = []
-    for text in (_text(1), _text(2)):
+    for text in (_text(1), _text(2), _text(1)):
         _expect(engine, [9.0], text)
         _rows(engine, H, 9.0, text)
         read.append(engine.models.non_block_bytes)
     _rows(engine, H, 7.0, text)
     assert read[1] - read[0] == _part_bytes(pair, "text")
-    assert engine.models.non_block_bytes - read[1] == _part_bytes(pair, "time")
+    assert read[2] - read[1] == _part_bytes(pair, "text"), "rows of the last run alone are kept"
+    assert engine.models.non_block_bytes - read[2] == _part_bytes(pair, "time")
 
 
 def test_run_of_one_expert_leaves_the_rows_of_the_other(pair, engine):
