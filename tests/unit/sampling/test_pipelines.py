@@ -282,15 +282,19 @@ def test_windows_have_the_timestep_scales_of_their_frames(frame_request):
     assert [lane.timestep_scales for lane in lanes] == [(0.0, 1.0), None]
 
 
-def test_an_expert_without_an_image_branch_ignores_an_image(open_one, one_request):
-    """It is fetched once per step: there is one set of weights and buffers."""
+def test_an_expert_is_fetched_once_per_step(open_one, one_request):
+    """There is one set of weights and buffers."""
     pair = open_one()
-    plain = run(pair, one_request())
-    steps = plain.timeline.steps
+    steps = run(pair, one_request()).timeline.steps
     assert [step.expert for step in steps] == ["high"] * STEPS
     assert {step.bytes_moved for step in steps} == {4 * pair.block_bytes.stored}
+    assert pair.block_counts == {"high": 4}
+
+
+def test_an_expert_without_an_image_branch_ignores_an_image(open_one, one_request):
+    pair = open_one()
     found = latents_of(pair, one_request(image_embedding=normal(1, 17, 80, seed=1)))
-    assert torch.equal(found, plain.latents)
+    assert torch.equal(found, latents_of(pair, one_request()))
 
 
 @pytest.mark.parametrize(
