@@ -34,6 +34,7 @@ from wanstream.telemetry import QueueItemPhases, TelemetryOptions
 from wanstream.testing.experts import save_expert_folder
 from wanstream.tests.support.plan_fixtures import CPU_MACHINE
 from wanstream.tests.support.rounding import distance
+from wanstream.tests.support.sampling.plain_loop import windowed_loop
 from wanstream.tests.support.sampling.runs import (
     CPU,
     LAYERWISE,
@@ -83,6 +84,15 @@ def test_batches_are_plain_loops(
     assert torch.equal(request.noise, before), "the request is left alone"
     assert latents.dtype == torch.float32
     assert not latents.is_inference()
+
+
+@exact
+@pytest.mark.parity
+@pytest.mark.slow  # several loop runs
+def test_an_image_condition_is_a_plain_loop(open_pair, plain_models, make_request):
+    request = make_request(image_condition=normal(1, 20, 2, 4, 6, seed=13))
+    expected = windowed_loop(plain_models(in_channels=36), request)
+    assert torch.equal(latents_of(open_pair(in_channels=36), request), expected)
 
 
 @exact
