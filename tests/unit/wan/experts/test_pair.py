@@ -1,4 +1,4 @@
-"""Expert pair: outer values, engine lifetime, changed files and LoRAs, shared RAM."""
+"""Expert pair: streamed shards, outer values, engines, changed files and LoRAs, shared RAM."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from wanstream.schema import OffloadPolicy, StepRange, StepStrengths
 from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.wan.fixtures import wait_for_embedders
 from wanstream.tests.support.wan.opened_experts import (
+    FIRST_TIME,
     LAYERWISE,
     PINNED,
     RESIDENT,
     STEPS,
     SWAP,
+    plain_velocity,
     run_step,
     run_steps,
+    streamed,
     whole_model,
 )
 from wanstream.tests.support.wan.process_counters import io_bytes
@@ -49,6 +52,17 @@ TIME = "diffusion_model.time_projection.1"
 SHARED = OffloadPolicy.layerwise(1, source="pinned")
 SOME = replace(SHARED, ram_blocks=8)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="counts what the system reads")
+
+
+def test_streamed_shards_equal_from_pretrained(tiny_expert_folder, lane):
+    """Some blocks lie in two files."""
+    folders = {"high": tiny_expert_folder(**HIGH, shards=2), "low": tiny_expert_folder(**LOW)}
+    models = {name: whole_model(folder, FP32) for name, folder in folders.items()}
+    with open_experts(*folders.values(), **IN_FP32) as pair:
+        pair.kernels = Kernels(math="exact")
+        velocities = streamed(pair, SWAP, lane, steps=STEPS)
+    for step, (expert, velocity) in enumerate(zip(STEPS, velocities, strict=True)):
+        assert torch.equal(velocity, plain_velocity(models[expert], lane, FIRST_TIME - step))
 
 
 @pytest.mark.parametrize(("stored", "compute"), [(FP32, BF16), (FP16, FP32), (BF16, FP16)], ids=str)
