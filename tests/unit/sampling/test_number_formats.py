@@ -235,12 +235,13 @@ def test_a_lora_beside_codes(layout, noise, save_pair, save_factors, make_reques
 
 @pytest.mark.slow  # several loop runs
 @exact
-def test_two_ranks_gather_mixed_blocks(save_pair, save_factors, make_request):
+@pytest.mark.parametrize("storage", ["as stored", "int8 ConvRot"])
+def test_two_ranks_gather_mixed_blocks(storage, save_pair, save_factors, make_request):
     files = save_pair(LAYOUTS["mixed"])[0]
     lora = save_factors()
 
     def of_rank(sharded):
-        with opened(files, storage="int8 ConvRot", arithmetic="as stored") as pair:
+        with opened(files, storage=storage, arithmetic="as stored") as pair:
             pair.set_loras([(lora, 1.0)], [(lora, 0.5)])
             pair.shard(sharded)
             return latents_of(pair, make_request(**SHORT))
@@ -273,6 +274,7 @@ def test_fp8_storage_is_quantised_rows_in_half_the_bytes(
         assert 1 <= after.bytes_moved * 2 / before.bytes_moved < 1.02  # row scales
         assert before.decode_s == 0 < after.decode_s
         assert after.transfers.read_bytes == before.transfers.read_bytes, "the file is the same"
+    assert kept.timeline.steps[0].transfers.read_bytes == plain.timeline.steps[0].bytes_moved
 
 
 @pytest.fixture(
