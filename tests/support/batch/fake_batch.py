@@ -90,6 +90,7 @@ class Server:
         self.called: Callable[[str], None] = lambda call: None
         self.posting: Callable[[Mapping[str, Any]], None] = lambda prompt: None
         self.fetching: Callable[[str], None] = lambda content: None
+        assert all(hasattr(self, name) for name in behaviour), behaviour
         vars(self).update(behaviour)
 
     def check(self) -> None:
