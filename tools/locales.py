@@ -237,6 +237,10 @@ def _default(socket: io.Input) -> str:
     return "可选" if socket.optional else "需连接"
 
 
+FILE = re.compile(r"/|\.[a-z][a-z0-9]+$")
+"""Choices that are files. Names of models, such as "Wan2.2 5B", have dots too."""
+
+
 def _limits(socket: io.Input) -> str:
     options: Mapping[str, Any] = socket.as_dict()
     if "min" in options:
@@ -246,7 +250,7 @@ def _limits(socket: io.Input) -> str:
     if "default" in options and options.get("options"):
         # Model file names differ between machines, so only the fixed choices in such a list are
         # shown.
-        fixed = [option for option in options["options"] if "/" not in option and "." not in option]
+        fixed = [option for option in options["options"] if not FILE.search(option)]
         return "；" + "、".join(f"`{option}`" for option in fixed)
     return ""
 

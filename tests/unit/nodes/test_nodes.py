@@ -298,8 +298,9 @@ def test_inputs_have_the_defaults_and_limits_of_the_schema(node):
         name, words = found.groups()
         values = CODE.findall(re.findall("（(.*?)）：", chinese)[0])
         assert (name, CODE.findall(words)[: len(values)]) == (socket.id, values)
-        # The Chinese page leaves out choices with a dot.
-        assert all(f"`{option}`" in words for option in fixed_options(socket.as_dict())), socket.id
+        for option in fixed_options(socket.as_dict()):
+            assert f"`{option}`" in words, (socket.id, option)
+            assert f"`{option}`" in chinese, (socket.id, option)
         has_default = "default" in socket.as_dict()
         assert words.startswith("default `") == has_default, socket.id
         assert has_default or words.startswith("optional") == bool(socket.optional), socket.id
