@@ -111,7 +111,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         *run: Any,
         **settings: Any,
     ) -> torch.Tensor:
-        # True for ComfyUI's NestedTensor. 0.3.64 has only torch tensors, and this is False there.
+        # True for ComfyUI's NestedTensor. In versions without it, this is torch's False.
         if latent_image.is_nested:
             raise RequestError(
                 "the latent has several parts, but Wan generates only video: use an empty video "

@@ -116,7 +116,7 @@ class NativeRun:
                 runs.current = runs.last = self
                 result = compute()
             # Keep the error in no other variable: with the traceback it would form a cycle.
-            # ComfyUI's interrupt is a BaseException in 0.33.0, an Exception in 0.18.1.
+            # ComfyUI's interrupt is a BaseException now, and was an Exception in earlier versions.
             except BaseException as err:
                 self._close(err)
                 raise
