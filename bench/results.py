@@ -116,18 +116,16 @@ def versions(libraries: Sequence[str] = LIBRARIES) -> dict[str, str]:
 
 def _commit() -> str:
     """Return the checkout's commit. An installed package has none."""
-    root = Path(__file__).resolve().parent.parent
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    # git must not search above the root: the package may lie in another project's checkout.
-    limited = {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)}
+    root = Path(__file__).parent.parent
+    command = ["git", "rev-parse", "--show-prefix", "--short", "HEAD"]
     try:
         # Outside a checkout, git fails with an empty output, so the status is not checked.
-        result = subprocess.run(
-            command, cwd=root, env=limited, capture_output=True, text=True, check=False
-        )
+        result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return "unknown (no git)"
-    return result.stdout.strip() or "unknown (not a git checkout)"
+    # In the checkout of another project, the package has a prefix.
+    prefix, _, commit = result.stdout.partition("\n")
+    return commit.strip() if not prefix and commit else "unknown (not a git checkout)"
 
 
 @dataclass(frozen=True, kw_only=True)
