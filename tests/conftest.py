@@ -168,7 +168,8 @@ def wan22_vae(tmp_path_factory):
 
     It contains `vae`, as in diffusers, and `wan2.2_vae.safetensors`.
     """
-    path, vae = tmp_path_factory.mktemp("wan22"), weights.make_wan22_vae(seed=0)
+    path = tmp_path_factory.mktemp("wan22")
+    vae = weights.make_wan22_vae(seed=0)
     vae.save_pretrained(path / "vae")
     save_vae_file(vae, path / "wan2.2_vae.safetensors")
     return path

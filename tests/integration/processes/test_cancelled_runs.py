@@ -25,7 +25,8 @@ def job_grow(here, experts, cancelled):
     settings = {"steps": 4, "flow_shift": 5.0, "guidance": (1.0, 1.0)}
     for number in range(40):
         polls = iter(range(number % 14 + 1))
-        noise, text = normal(1, 16, 2, 8, 8, seed=number), normal(1, 8, 4096, seed=number)
+        noise = normal(1, 16, 2, 8, 8, seed=number)
+        text = normal(1, 8, 4096, seed=number)
         request = DenoiseRequest(noise=noise, positive=text, **settings)
         try:
             run(pair, request, should_stop=lambda left=polls: cancelled and next(left, -1) < 0)

@@ -116,7 +116,8 @@ def started_machines(folder: Path, models: Sequence[str]) -> Iterator[list[Machi
         bridge = network("bridge")
         _ip("-n", bridge, "link", "add", "switch", "up", "type", "bridge")
         for number, place in enumerate(models):
-            name, address = f"machine-{number}", f"{ADDRESSES}.{number + 1}"
+            name = f"machine-{number}"
+            address = f"{ADDRESSES}.{number + 1}"
             own = network(str(number))
             veth = f"eth0 netns {own} type veth peer name {name} netns {bridge}"
             _ip("link", "add", *veth.split())

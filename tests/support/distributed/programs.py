@@ -16,8 +16,9 @@ def environment(**changes):
 @contextmanager
 def started(command, **given):
     """Yield a program with pipes, which is killed in the end."""
-    words, pipes = map(str, command), {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen([*words], text=True, **pipes, **given)
+    words = [*map(str, command)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(words, text=True, **pipes, **given)
     try:
         yield process
     finally:
