@@ -47,7 +47,9 @@ def faults_elsewhere(
     # replaces it. The server's GPUs are unknown too: the device is a CPU, for which no check
     # limits the number of workers.
     with TemporaryDirectory() as temporary:
-        empty = Path(temporary).resolve()
+        parent = Path(temporary).resolve()
+        empty = parent / "output"
+        empty.mkdir()
         folders = Folders(models=empty, output=empty, input=empty)
         host = EmbeddedHost()
         with host.opened(folders, device=torch.device("cpu")):
@@ -58,8 +60,8 @@ def faults_elsewhere(
             if not any(each.is_output for each in rules.values()):
                 return ["the workflow has no node that saves or shows anything"]
             lines = validate_nodes(prompt, rules, host.files).lines()
-        # The temporary folder stands for the one on the server.
-        return [line.replace(str(empty), "output") for line in lines]
+        # The temporary folder stands for the server's folder with the same name.
+        return [line.replace(f"\nfolder: {parent}", "") for line in lines]
 
 
 def refusal_text(answer: Mapping[str, Any]) -> str:

@@ -317,8 +317,12 @@ def test_the_summary_has_ten_reasons_and_the_place_of_the_others(serve, run, ans
         ({"sampler.seed": 5}, ""),
     ],
 )
-def test_a_dry_run_judges_a_row_for_a_server_as_for_this_process(serve, run, tmp_path, row, reason):
+def test_a_dry_run_judges_a_row_for_a_server_as_for_this_process(
+    serve, run, tmp_path, monkeypatch, row, reason
+):
     """The server itself can judge a workflow only by running it."""
+    # Messages show a folder as deep as this one in a line of its own.
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     url, state = serve()
     here = run(rows=[row], options=["--dry-run", "--models", state.models])
     # Checks on several inputs raise a refusal. The other rows must still be judged.
@@ -326,7 +330,7 @@ def test_a_dry_run_judges_a_row_for_a_server_as_for_this_process(serve, run, tmp
     assert code == here[0] == (INVALID if reason else DONE)
     assert reason in told
     # All nodes are ours.
-    for words in ("Exception when validating", "line 2:", "were judged"):
+    for words in ("Exception when validating", "line 2:", "were judged", "folder:"):
         assert words not in told
     assert not (tmp_path / "out").exists()
 
