@@ -263,7 +263,7 @@ def test_fp8_storage_is_quantised_rows_in_half_the_bytes(
     threads = torch.get_num_threads()
 
     def result(storage: str) -> DenoiseResult:
-        with open_experts(*folders, storage=storage) as pair:
+        with open_experts(*folders, compute_dtype=torch.bfloat16, storage=storage) as pair:
             return run(pair, request, PINNED)
 
     plain, kept = map(result, ("as stored", "fp8"))
