@@ -159,8 +159,6 @@ def _refusal(fmt: CodeFormat, name: str, device: torch.device, dtype: torch.dtyp
     reason = None
     if name == KITCHEN:
         reason = kitchen_int8_refusal(device, dtype)
-    elif name == HALVES and device.type != "cpu":
-        reason = "for CPUs only"
     return reason or product_fault(fmt, _code([name], device, dtype), dtype)
 
 
