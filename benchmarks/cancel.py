@@ -49,7 +49,8 @@ def cancel_once(
 
     Return the last step and block, and the latency.
     """
-    stop, requested_s = threading.Event(), list[float]()
+    stop = threading.Event()
+    requested_s = list[float]()
 
     def request_stop() -> None:
         # The time comes before `stop.set`: the run may end before this thread continues.
@@ -73,16 +74,20 @@ def cancel_once(
 def measure(
     mesh: Mesh, pool: RayPool, ref: WorkersRef, experts: ExpertsRef, cancels: int
 ) -> dict[str, Any]:
-    driver, chance = Driver(pool, ref, mesh), random.Random(0)
+    driver = Driver(pool, ref, mesh)
+    chance = random.Random(0)
     request = bench_request(VIDEO, videos=1, guidance=4.0, in_channels=16)
-    short, long = request.with_steps(SHORT), request.with_steps(LONG)
+    short = request.with_steps(SHORT)
+    long = request.with_steps(LONG)
     # This run opens the experts on the workers. Otherwise the next run's times would include this.
     driver.denoise(experts, short, POLICY)
     calm = driver.denoise(experts, request.with_steps(2 * SHORT), POLICY)
     wanted = tensor_digest(driver.denoise(experts, short, POLICY).latents)
     # The first step waits for a cold block, so it is left out.
     step_s = statistics.median(step.wall_s for step in calm.timeline.steps[1:])
-    found, equal, loaded = [], 0, os.getloadavg()[0]
+    found = []
+    equal = 0
+    loaded = os.getloadavg()[0]
     for number in range(cancels):
         # Each run has other noise, so that the previous run's result cannot pass for this one's.
         noise = replace(long, noise=long.noise.roll(number + 1, -1))

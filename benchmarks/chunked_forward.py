@@ -65,7 +65,8 @@ def measure(original: WanTransformerBlock, tokens: int) -> dict[str, float]:
     """Return median times, and ratios of every other call to our previous whole block."""
     inputs = inputs_of(tokens)
     settings = BlockSettings(math=choose_math("auto", torch.device("cpu"), torch.bfloat16, WIDTH))
-    ours, rotation = WanBlock(original, settings), settings.used_math.rotation(*inputs[3])
+    ours = WanBlock(original, settings)
+    rotation = settings.used_math.rotation(*inputs[3])
     calls = {size: partial(ours, *inputs[:3], rotation) for size in (None, *CHUNKS)} | {
         0: partial(original, *inputs)
     }

@@ -65,7 +65,8 @@ class Case(NamedTuple):
 
 def cases(rows: int, device: torch.device) -> dict[str, Case]:
     """Return a matrix per format."""
-    shape, weights = (rows, COLUMNS), torch.randn(rows, COLUMNS)
+    shape = (rows, COLUMNS)
+    weights = torch.randn(rows, COLUMNS)
     row_scales = torch.rand(rows, 1) * 0.01
     fp8 = weights.to(torch.float8_e4m3fn)
     packings = {
@@ -115,13 +116,17 @@ def packs_of(packing: QuantFormat, rows: int) -> torch.Tensor:
 
 def seconds(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Return the median times for calling and issuing `work`, of `REPEATS` after a warm-up."""
-    clock, taken, issued = clock_for(device), [], []
+    clock = clock_for(device)
+    taken = []
+    issued = []
     calls = 1 if device.type == "cpu" else CALLS
     for _ in range(REPEATS + 1):
-        began, thread_began = clock.mark(), time.thread_time()
+        began = clock.mark()
+        thread_began = time.thread_time()
         for _ in range(calls):
             work()
-        ended, thread_ended = clock.mark(), time.thread_time()
+        ended = clock.mark()
+        thread_ended = time.thread_time()
         clock.settle()
         issued.append((thread_ended - thread_began) / calls)
         taken.append(issued[-1] if device.type == "cpu" else clock.seconds(began, ended) / calls)
@@ -138,7 +143,8 @@ def measure(name: str, case: Case, into: torch.Tensor) -> dict[str, float]:
 
     def by_torch() -> None:
         # Without device families, `decode_tensor` uses no kernel but torch's operations.
-        families, one_pass.FAMILIES = one_pass.FAMILIES, ()
+        families = one_pass.FAMILIES
+        one_pass.FAMILIES = ()
         decode()
         one_pass.FAMILIES = families
 
@@ -209,7 +215,8 @@ def main() -> None:
         "too"
     )
     print(f"kernels on {device}: {one_pass.unavailable(device) or 'Triton'}")
-    stored, figures = cases(options.rows, device), {}
+    stored = cases(options.rows, device)
+    figures = {}
     # The loops assign the module's constants, and Triton compiles again for each pair.
     for one_pass.UNITS_AT_ONCE in options.units:
         for one_pass.WARPS in options.warps:

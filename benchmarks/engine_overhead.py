@@ -17,7 +17,8 @@ from wanstream.offload import StepCalls, StreamSession, attach_offload
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 
-BLOCKS, PASSES = 40, 50
+BLOCKS = 40
+PASSES = 50
 
 
 class Identity(nn.Module):

@@ -115,15 +115,15 @@ def measure(case: ReadCase, path: Path, memory: memoryview) -> dict[str, float]:
     reader.read(reads if case.route == "warm cache" else reads[:32])
     if case.route != "warm cache":
         drop(path)
-    before, asked = resource.getrusage(resource.RUSAGE_SELF), reader.bytes_read
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    asked = reader.bytes_read
     # Linux counts only bytes from storage here, not from the page cache.
-    disk_before, began = psutil.Process().io_counters().read_bytes, time.perf_counter()
+    disk_before = psutil.Process().io_counters().read_bytes
+    began = time.perf_counter()
     reader.read(reads)
     wall = time.perf_counter() - began
-    after, from_disk = (
-        resource.getrusage(resource.RUSAGE_SELF),
-        psutil.Process().io_counters().read_bytes - disk_before,
-    )
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    from_disk = psutil.Process().io_counters().read_bytes - disk_before
     asked = reader.bytes_read - asked
     reader.close()
     wanted = sum(piece.nbytes for piece, _ in reads)

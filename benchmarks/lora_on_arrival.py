@@ -23,7 +23,8 @@ from wanstream.plan.programs import BlockKey
 RANK = 64
 FACTOR = 8
 TIMES = 9
-WIDTH, FFN = 5120, 13824
+WIDTH = 5120
+FFN = 13824
 ATTENTION = {
     f"{part}.{name}.weight": (WIDTH, WIDTH)
     for part in ("attn1", "attn2")

@@ -33,8 +33,11 @@ from wanstream.tests.support.wan.number_formats import MixedLayout
 from wanstream.wan import open_experts
 
 SHAPE = TinyShape(layers=8, heads=4, ffn_dim=2048)
-OUTLIERS, OUTLIER_SIZE = slice(None, None, 64), 20.0
-STEPS, SWITCH, LATENT = 8, 4, (1, 16, 3, 16, 16)
+OUTLIERS = slice(None, None, 64)
+OUTLIER_SIZE = 20.0
+STEPS = 8
+SWITCH = 4
+LATENT = (1, 16, 3, 16, 16)
 POLICY = OffloadPolicy.layerwise(1)
 FORMATS = {"fp8_scaled": scaled_fp8} | {
     # The default argument binds this round's name. Otherwise every lambda would use the last one.

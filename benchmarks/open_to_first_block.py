@@ -54,7 +54,8 @@ def measure(high: str, low: str) -> dict[str, float]:
     def stop_run(*_: object) -> None:
         raise FirstBlockReached
 
-    disk_before, start = bytes_from_disk(), time.perf_counter()
+    disk_before = bytes_from_disk()
+    start = time.perf_counter()
     with open_experts(high, low) as pair:
         opened = time.perf_counter()
         engine = pair.engine(OffloadPolicy.layerwise(1), "cpu")

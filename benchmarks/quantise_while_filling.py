@@ -42,7 +42,8 @@ from wanstream.testing.quantised import scaled_fp8
 from wanstream.testing.weights import TinyShape, make_expert
 from wanstream.wan.experts.open import open_experts
 
-WIDTH, FFN = 5120, 13824
+WIDTH = 5120
+FFN = 13824
 BLOCK = {
     **{f"attn{i}.weight": (WIDTH, WIDTH) for i in range(8)},
     "up.weight": (FFN, WIDTH),
@@ -60,8 +61,10 @@ def per_core() -> dict[str, float]:
     for dtype in QUANTISABLE_DTYPES:
         for columns in (WIDTH, FFN):
             values = torch.randn(QUANTISED_BYTES // (columns * dtype.itemsize), columns).to(dtype)
-            into, scales = torch.empty(values.shape, dtype=FP8), torch.empty(len(values), 1)
-            work, taken = work_memory(columns), []
+            into = torch.empty(values.shape, dtype=FP8)
+            scales = torch.empty(len(values), 1)
+            work = work_memory(columns)
+            taken = []
             for _ in range(10 * REPEATS):
                 began = time.thread_time()
                 quantise_rows(values, into, scales, work)
@@ -103,7 +106,8 @@ def filling(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def seconds(work: Callable[[], None]) -> tuple[float, float]:
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     work()
     return time.perf_counter() - wall, time.process_time() - cpu
 
@@ -132,7 +136,8 @@ def weight_errors() -> dict[str, dict[str, float]]:
 
 def errors_of(values: torch.Tensor) -> dict[str, float]:
     exact = values.float()
-    into, scales = torch.empty(values.shape, dtype=FP8), torch.empty(len(values), 1)
+    into = torch.empty(values.shape, dtype=FP8)
+    scales = torch.empty(len(values), 1)
     quantise_rows(values, into, scales, work_memory(values.shape[1]))
     # One scale for the matrix, as in most published fp8 files.
     one = exact.abs().max() / LARGEST_FP8

@@ -83,7 +83,8 @@ def queue_figures(
 ) -> dict[str, Any]:
     """Return the figures for one measured queue and the prediction."""
     seconds = [(one + other) / 2 for one, other in zip(before, after, strict=True)]
-    videos, measured = len(result.latents), result.wall_s
+    videos = len(result.latents)
+    measured = result.wall_s
     # The first video takes both stages. Each further video adds the slower stage.
     predicted = sum(seconds) + (videos - 1) * max(seconds)
     experts = [[step.expert for step in result.timelines[rank].steps] for rank in range(2)]
@@ -100,7 +101,8 @@ def queue_figures(
 
 def measure(driver: Driver, experts: ExpertsRef, videos: int) -> list[dict[str, Any]]:
     driver.denoise(experts, queue_of(1), POLICY)  # opens the experts
-    before, runs = calibrate(driver, experts), []
+    before = calibrate(driver, experts)
+    runs = []
     for _ in range(RUNS):
         result = driver.denoise(experts, queue_of(videos), POLICY)
         after = calibrate(driver, experts)

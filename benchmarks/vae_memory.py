@@ -33,7 +33,8 @@ from wanstream.wan.vae.tiles import Tiling
 from wanstream.wan.vae.vae import WanVae, open_vae
 
 THREADS = 2
-FPS, CRF = 16, 18
+FPS = 16
+CRF = 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,8 @@ def measure(case: DecodeCase, budget: int, work: Path, seconds: float) -> dict[s
         before = status("VmRSS")
         # Writing 5 resets VmHWM to the present RSS.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        start, counter = time.perf_counter(), FrameCounter(seconds)
+        start = time.perf_counter()
+        counter = FrameCounter(seconds)
         parts = vae.stream(latents, device="cpu", tiling=tiling, check=counter.check)
         # A decode that is cut short has reached the peak: all tiles take the same memory.
         with contextlib.suppress(TimeIsUpError):

@@ -13,7 +13,9 @@ from .runs.calibration import calibrate_run, read_table, write_table
 from .runs.notices import show_notices
 from .runs.run_experts import SamplerRun
 
-FIRST_BLOCK, MAGNITUDES, EASY = "first_block_cache", "magcache", "easycache"
+FIRST_BLOCK = "first_block_cache"
+MAGNITUDES = "magcache"
+EASY = "easycache"
 OWN_THRESHOLD = "own threshold"
 
 CACHE_INPUTS: tuple[io.Input, ...] = (

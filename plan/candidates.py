@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from ..schema import OffloadPolicy
 from .costs import BlockCosts, RunCosts
@@ -191,8 +192,8 @@ def lower_bound_s(costs: RunCosts, policy: OffloadPolicy) -> float:
     disk_s = bus_s = computed_s = 0.0
     # Lower bound on the device's delay so far.
     late_s = min(read_s) + last_hop_s + late_decode_s
-    stage, seen = "", set[str]()
-    for expert in (step.expert for step in costs.steps):
+    seen = set[str]()
+    for stage, expert in pairwise(["", *(step.expert for step in costs.steps)]):
         residents = residency.residents.get(expert, frozenset())
         in_ram = in_ram_residency.residents.get(expert, frozenset())
         # A stage begins with the fetches of residents.
@@ -212,7 +213,6 @@ def lower_bound_s(costs: RunCosts, policy: OffloadPolicy) -> float:
             # pass it.
             arrival_s = max(disk_s + last_hop_s, bus_s + first_hop_s) + late_decode_s
             late_s = max(late_s, arrival_s + min(shares) * hardware.visit_s[expert] - computed_s)
-        stage = expert
         seen.add(expert)
     return late_s + computed_s
 

@@ -199,7 +199,8 @@ def measured_costs(
     moved = measured.transfers
     if not moved.bytes_moved or passes < 1 or moved.copy_s + moved.read_s <= 0:
         return None
-    bus, disk = moved.copy_bytes_per_s, moved.read_bytes_per_s
+    bus = moved.copy_bytes_per_s
+    disk = moved.read_bytes_per_s
     shares = tuple(min(1.0, size.stored / (SMALL * blocks.stored_bytes)) for size in blocks.each)
     visit_s = measured.compute_s / (passes * sum(shares))
     hardware = Hardware(

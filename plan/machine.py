@@ -196,7 +196,8 @@ BUS_SHARE, PAGEABLE_SHARE = 0.79, 0.19
 DECODED_SHARE = 2 / 19
 """Decode rate as a share of the memory bandwidth."""
 # A preset says nothing about the host. These rates are typical for desktops.
-COPY_BYTES_PER_S, QUANTISE_BYTES_PER_S = 10e9, 4e9
+COPY_BYTES_PER_S = 10e9
+QUANTISE_BYTES_PER_S = 4e9
 
 
 class UnknownGpuError(ValueError):

@@ -124,7 +124,8 @@ def predicted_timeline(
     Raises:
         ValueError: the policy does not fit the experts.
     """
-    step_plan, run = request.step_plan, request_run_shape(pair, request, device)
+    step_plan = request.step_plan
+    run = request_run_shape(pair, request, device)
     cache = request.options.cache
     policy = policy_with_cache(policy, cache)
     if cache is not None:

@@ -35,7 +35,8 @@ SUFFIX = ".safetensors"
 OWN_NAME = re.compile(r"(part-.+|[0-9a-f]{64})\.safetensors")
 """Names of states, and of partly written ones from a killed process. Other files in the folder are
 not removed."""
-LATENTS, STATE = "latents", "wanstream_state"
+LATENTS = "latents"
+STATE = "wanstream_state"
 TENSOR = "tensor"
 """Key for a tensor name in the JSON of a history."""
 WEIGHTS = (".safetensors", ".sft", ".gguf", ".json")
@@ -278,7 +279,8 @@ def _checked(
 
     Raises ValueError, KeyError or TypeError unless it belongs to the request.
     """
-    steps, latents = request.step_plan.steps, tensors[LATENTS]
+    steps = request.step_plan.steps
+    latents = tensors[LATENTS]
     if stored["next_step"] not in range(steps.start + 1, steps.stop + 1):
         raise ValueError(
             f"step {stored['next_step']} of a run of steps {steps.start} to {steps.stop}"

@@ -61,9 +61,11 @@ def place(columns: Sequence[Sequence[Group]], sizes: Mapping[str, Size]) -> Layo
     frames: dict[str, Box] = {}
     left = 0.0
     for column in columns:
-        top, right = 0.0, left
+        top = 0.0
+        right = left
         for group in column:
-            beside, bottom = left + PADDING, top
+            beside = left + PADDING
+            bottom = top
             for rank in group.ranks:
                 below = top + GROUP_TITLE
                 for node in rank:

@@ -26,7 +26,8 @@ from ..nodes import WanStreamExtension
 
 LOCALES = Path(__file__).parent.parent / "locales"
 DOCS = Path(__file__).parent.parent / "web" / "docs"
-INPUTS, EXAMPLE = "输入", "示例"
+INPUTS = "输入"
+EXAMPLE = "示例"
 LANGUAGE = "zh"
 LARGEST = 2**64 - 1
 
@@ -66,7 +67,8 @@ def refresh(
     `translated` records that the existing Chinese texts translate the current English ones.
     """
     write(locales / "en" / "nodeDefs.json", names)
-    english, chinese = texts(read_locale(locales / "en")), texts(read_locale(locales / "zh"))
+    english = texts(read_locale(locales / "en"))
+    chinese = texts(read_locale(locales / "zh"))
     if docs is not None:
         english |= page_texts(docs, names, "en")
         chinese |= page_texts(docs, names, LANGUAGE)

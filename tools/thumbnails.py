@@ -16,8 +16,12 @@ SIZE = (800, 450)
 SCALE = 2
 """Factor for drawing thumbnails larger and then reducing them, for smooth edges."""
 
-PAPER, INK, FAINT = (23, 25, 33), (226, 230, 240), (92, 100, 120)
-HIGH, LOW, GREEN = (217, 115, 26), (47, 134, 214), (96, 190, 132)
+PAPER = (23, 25, 33)
+INK = (226, 230, 240)
+FAINT = (92, 100, 120)
+HIGH = (217, 115, 26)
+LOW = (47, 134, 214)
+GREEN = (96, 190, 132)
 
 Input: TypeAlias = Literal["text", "first", "last", "graph"]
 Output: TypeAlias = Literal["film", "chart", "picture"]
@@ -232,7 +236,8 @@ def _model(pen: _Pen, scene: Scene) -> None:
     """
     for row in range(4):
         for column in range(4):
-            x, y = 275 + column * 33, 160 + row * 33
+            x = 275 + column * 33
+            y = 160 + row * 33
             colour = HIGH if scene.experts == 2 and row < 2 else LOW
             streamed = column < 2
             pen.box(
@@ -304,7 +309,8 @@ def landscape(width: int, height: int, *, day: float = 0.5) -> Image.Image:
     # Copied before the sun is drawn, and pasted over the lower half afterwards.
     sea = picture.crop((0, horizon, width, height))
     radius = height // 8
-    middle_x, middle_y = width * (0.25 + 0.5 * day), horizon * (0.3 + 0.7 * day)
+    middle_x = width * (0.25 + 0.5 * day)
+    middle_y = horizon * (0.3 + 0.7 * day)
     sun = (middle_x - radius, middle_y - radius, middle_x + radius, middle_y + radius)
     draw.ellipse(sun, fill=(255, 226, 150))
     picture.paste(sea, (0, horizon))

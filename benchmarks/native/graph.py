@@ -21,9 +21,11 @@ from typing import Any
 from wanstream.benchmarks.record import record
 from wanstream.tools.comfyui import Server, find_comfyui, running_server
 
-STEPS, ROUNDS = 4, 5
+STEPS = 4
+ROUNDS = 5
 FAMILIES = ("wan", "z_image")
-STREAMED, WHOLE = "WanStreamLoadDiffusionModel", "UNETLoader"
+STREAMED = "WanStreamLoadDiffusionModel"
+WHOLE = "UNETLoader"
 RUNS = {
     "first": {"lora": "first", "seed": 1, "larger": False},
     "another LoRA": {"lora": "second", "seed": 1, "larger": False},

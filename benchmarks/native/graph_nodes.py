@@ -17,7 +17,8 @@ import folder_paths
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tests/integration/comfy"))
 from inside import families, further_families
 
-WIDTH, LAYERS = 1024, 8
+WIDTH = 1024
+LAYERS = 8
 CALLS = pathlib.Path(folder_paths.get_output_directory()).parent / "calls.jsonl"
 """File with a line per model call: start and end in seconds."""
 
@@ -41,7 +42,9 @@ FAMILIES = {
 class GraphInputs:
     """CONDITIONING and LATENT for a family. `larger` ones have twice the height."""
 
-    RETURN_TYPES, FUNCTION, CATEGORY = ("CONDITIONING", "CONDITIONING", "LATENT"), "make", "test"
+    RETURN_TYPES = ("CONDITIONING", "CONDITIONING", "LATENT")
+    FUNCTION = "make"
+    CATEGORY = "test"
 
     @classmethod
     def INPUT_TYPES(cls):  # noqa: N802 - ComfyUI reads this name

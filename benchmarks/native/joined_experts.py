@@ -21,9 +21,14 @@ from typing import Any
 import torch
 from comfyui_process import INSIDE, enter_comfyui, run_in_comfyui
 
-LAYERS, HEADS, FFN, TEXT = 6, 4, 2048, 4096
+LAYERS = 6
+HEADS = 4
+FFN = 2048
+TEXT = 4096
 LATENT = (1, 16, 1, 16, 16)
-STEPS, BOUNDARY, ROUNDS = 10, 0.875, 7
+STEPS = 10
+BOUNDARY = 0.875
+ROUNDS = 7
 SEED = 3
 
 

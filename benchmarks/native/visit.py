@@ -21,7 +21,9 @@ import torch
 from comfyui_process import INSIDE, enter_comfyui, run_in_comfyui
 from torch import nn
 
-BLOCKS, PASSES, ROUNDS = 40, 200, 5
+BLOCKS = 40
+PASSES = 200
+ROUNDS = 5
 
 
 class Identity(nn.Module):
@@ -56,7 +58,8 @@ def hooked(policy: Any) -> Iterator[Any]:
     from wanstream.offload import Lockstep, StackCalls, StreamSession, attach_offload
     from wanstream.telemetry import Recorder
 
-    model, device = Model(), torch.device("cpu")
+    model = Model()
+    device = torch.device("cpu")
     blocks = {f"blocks.{index}": block for index, block in enumerate(model.blocks)}
     with attach_offload(
         {STACK: list(blocks.values())}, policy=policy, device=device, follow_forward=False
@@ -105,8 +108,10 @@ def measure() -> dict[str, dict[str, float]]:
     """Return microseconds per block, for plain calls and for visits under two policies."""
     from wanstream.schema import OffloadPolicy
 
-    plain, found = Model(), {}
-    kept, fetched = hooked(OffloadPolicy.resident()), hooked(OffloadPolicy.layerwise(1))
+    plain = Model()
+    found = {}
+    kept = hooked(OffloadPolicy.resident())
+    fetched = hooked(OffloadPolicy.layerwise(1))
     with torch.inference_mode(), kept as resident, fetched as streamed:
         # By turns: a change of the machine's speed then shows in all of them.
         rounds = [
@@ -120,7 +125,11 @@ def measure() -> dict[str, dict[str, float]]:
     return found
 
 
-WIDTH, RANK, TOKENS, LORA_BLOCKS, LORA_PASSES = 1024, 32, 256, 6, 6
+WIDTH = 1024
+RANK = 32
+TOKENS = 256
+LORA_BLOCKS = 6
+LORA_PASSES = 6
 
 
 def measure_loras() -> dict[str, dict[str, float]]:
@@ -151,7 +160,8 @@ def measure_loras() -> dict[str, dict[str, float]]:
                 if way == "in each layer":
                     patches = {"key": [(1.0, adapter, 1.0, None, None)]}
                     layer.weight_function = [comfy.model_patcher.LowVramPatch("key", patches)]
-        policy, hidden = OffloadPolicy.layerwise(1), torch.ones(1, TOKENS, WIDTH, dtype=dtype)
+        policy = OffloadPolicy.layerwise(1)
+        hidden = torch.ones(1, TOKENS, WIDTH, dtype=dtype)
         with attach_offload(blocks, policy=policy, device="cpu") as engine:
             if way == "on arrival":
                 weights = {f"{index}.weight": WeightPatch(up=up, down=down) for index in range(4)}

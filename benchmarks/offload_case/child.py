@@ -53,21 +53,26 @@ def _ready_device(task: Task) -> torch.device:
 
 
 def _run_wanstream(task: Task, folders: dict[str, Path], device: torch.device) -> RunReport:
-    variant, request = task.case_variant, task.case.request()
+    variant = task.case_variant
+    request = task.case.request()
     assert variant.policy is not None
     options: dict[str, Any] = {} if variant.direct is None else {"direct": variant.direct}
     if variant.storage != "as stored":
         options["storage"] = variant.storage
     # The clock starts after the imports, so variants are compared without them.
-    import_rss, before, start = memory_bytes("VmRSS"), process_usage(), time.perf_counter()
+    import_rss = memory_bytes("VmRSS")
+    before = process_usage()
+    start = time.perf_counter()
     with open_experts(folders["high"], folders["low"], compute_dtype=DTYPE, **options) as pair:
         engine = pair.engine(variant.policy, device)
         _ = engine.models["high"]  # loads everything of the first expert that does not stream
         load_s = time.perf_counter() - start
         result = denoise(pair, request, policy=variant.policy, device=device)
         # Closing the pair frees the weights, so they are counted before that.
-        device_weight_bytes, host_weight_bytes = engine.loaded_bytes, engine.host_bytes
-    total_s, used = time.perf_counter() - start, process_usage().since(before)
+        device_weight_bytes = engine.loaded_bytes
+        host_weight_bytes = engine.host_bytes
+    total_s = time.perf_counter() - start
+    used = process_usage().since(before)
     steps = result.timeline.steps
     peaks = [step.memory.device_bytes for step in steps if step.memory.device_bytes is not None]
     return RunReport(
@@ -93,13 +98,16 @@ def _run_wanstream(task: Task, folders: dict[str, Path], device: torch.device) -
 
 def _run_peer(task: Task, folders: dict[str, Path], device: torch.device) -> RunReport:
     request = task.case.request()
-    import_rss, before, start = memory_bytes("VmRSS"), process_usage(), time.perf_counter()
+    import_rss = memory_bytes("VmRSS")
+    before = process_usage()
+    start = time.perf_counter()
     model_of = set_up(task.case_variant, _setting(task, folders, device))
     load_s = time.perf_counter() - start
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # the peak in the steps, as for our runs
     result = denoise_plain(model_of, request, dtype=DTYPE, device=device)
-    total_s, used = time.perf_counter() - start, process_usage().since(before)
+    total_s = time.perf_counter() - start
+    used = process_usage().since(before)
     return RunReport(
         import_rss_bytes=import_rss,
         load_s=load_s,

@@ -116,7 +116,8 @@ UNLIMITED_ONLY = ("resident-kept", "pinned", "wanstream-resident")
 
 def result_figures(session: Session, settings: Settings) -> dict[str, Any]:
     """Return the rows for all variants and the case size."""
-    shape, runs = SHAPES[settings.shape], session.runs()
+    shape = SHAPES[settings.shape]
+    runs = session.runs()
     return {
         "tokens": shape.tokens,
         "blocks": shape.expert.layers,

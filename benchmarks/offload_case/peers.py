@@ -49,7 +49,8 @@ def denoise_plain(
     texts = [
         text.to(device, dtype) for text in (request.positive, request.negative) if text is not None
     ]
-    latents, step_s = request.noise.to(device), []
+    latents = request.noise.to(device)
+    step_s = []
     with torch.inference_mode():
         for step, expert in enumerate(step_plan.experts):
             start = time.perf_counter()

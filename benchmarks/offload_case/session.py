@@ -235,7 +235,8 @@ def run_out_of_memory(run: dict[str, Any]) -> bool:
 
 def describe(line: dict[str, Any]) -> str:
     """Format one run as a line of text."""
-    watched, report = line["watched"], line["report"]
+    watched = line["watched"]
+    report = line["report"]
     noise = f", others {watched['others_s'] + watched['stolen_s']:.1f} s" + (
         " DISTURBED" if line["disturbed"] else ""
     )

@@ -138,7 +138,8 @@ def _against(runs: list[Run], base: list[Run], step_s: list[float]) -> Row:
 
 
 def _distance(latents: str, reference: str) -> float:
-    ours, theirs = np.load(Path(latents)), np.load(Path(reference))
+    ours = np.load(Path(latents))
+    theirs = np.load(Path(reference))
     # Three digits, as a number for JSON.
     return float(f"{np.linalg.norm(ours - theirs) / np.linalg.norm(theirs):.2e}")
 

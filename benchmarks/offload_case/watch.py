@@ -44,7 +44,9 @@ def watch(
     command: list[str], *, log: Path, environment: Mapping[str, str], timeout_s: float
 ) -> Watched:
     """Run `command` until it ends, or kill it after `timeout_s`."""
-    machine_before, own_before, start = machine_time(), _own_cpu_s(), time.perf_counter()
+    machine_before = machine_time()
+    own_before = _own_cpu_s()
+    start = time.perf_counter()
     anonymous = 0
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -59,7 +61,8 @@ def watch(
                 # This kills the process after an interrupt, too: the next run needs the machine.
                 process.kill()
             process.wait()
-    wall_s, machine_after = time.perf_counter() - start, machine_time()
+    wall_s = time.perf_counter() - start
+    machine_after = machine_time()
     busy_s = machine_after.busy_s - machine_before.busy_s
     return Watched(
         exit_code=process.returncode,

@@ -53,7 +53,9 @@ def selftests() -> list[Result]:
 
 def _row(result: Result) -> tuple[str, ...]:
     figures = result.figures
-    described, machine, checks = figures["described"], figures.get("machine", {}), figures["checks"]
+    described = figures["described"]
+    machine = figures.get("machine", {})
+    checks = figures["checks"]
     outcomes = Counter(
         check["outcome"] for check in checks.values() if check["outcome"] != "not needed"
     )

@@ -159,7 +159,8 @@ def source(result: Result) -> Iterator[str]:
 
 def moved(result: Result) -> Iterator[str]:
     """Yield GB per step with two forward passes, and the ratio to the streamed weights."""
-    whole, streamed = result.figures["expert_gb"], result.figures["streamed_gb"]
+    whole = result.figures["expert_gb"]
+    streamed = result.figures["streamed_gb"]
     kinds = {
         variant.title: variant.kind for variant in all_variants(result.figures["blocks"]).values()
     }
@@ -167,21 +168,27 @@ def moved(result: Result) -> Iterator[str]:
     for title, row in titled(result.figures["variants"], result.figures["blocks"]):
         if LIMITED in title or "step_s" not in row:
             continue
-        counted, kind = row.get("step_moved_gb"), kinds.get(title.removesuffix(" (disturbed)"), "")
+        counted = row.get("step_moved_gb")
+        kind = kinds.get(title.removesuffix(" (disturbed)"), "")
         if counted:
-            known, each = "counted", sorted({*counted})
+            known = "counted"
+            each = sorted({*counted})
             # All steps of a layerwise run move the same bytes, so one figure is enough.
             words = figures("step_moved_gb", 2)(row) if len(each) > 1 else f"{each[0]:.2f}"
             against = NOTHING if len(each) > 1 else f"{each[0] / streamed:.2f}x"
         elif kind in ("group", "accelerate"):
             known = "by construction: each forward pass brings every weight"
             # Two forward passes per step, one for each side of the guidance.
-            words, against = f"{2 * whole:.2f}", f"{2 * whole / streamed:.2f}x"
+            words = f"{2 * whole:.2f}"
+            against = f"{2 * whole / streamed:.2f}x"
         elif kind in ("swap", "resident"):
-            known, against = "by construction", NOTHING
+            known = "by construction"
+            against = NOTHING
             words = f"0, {whole:.2f} at the switch" if kind == "swap" else "0"
         else:
-            known, words, against = "the system decides", NOTHING, NOTHING
+            known = "the system decides"
+            words = NOTHING
+            against = NOTHING
         lines.append((title, words, against, known))
     yield Table(
         head=("", "GB per step", "of the streamed weights", "known"), rows=tuple(lines)

@@ -44,7 +44,8 @@ def _refusals(mesh: Mesh, run: RunShape, lanes: int, samples: int) -> Iterator[s
     parts = mesh.ring * mesh.ulysses
     # Ulysses without a ring splits any number of tokens. A ring needs equal parts.
     # The sides of a guided run may have different references.
-    common, fewest = gcd(*run.tokens_of_sides), min(run.tokens_of_sides)
+    common = gcd(*run.tokens_of_sides)
+    fewest = min(run.tokens_of_sides)
     if (mesh.ring > 1 and common % parts) or fewest < parts:
         degrees = (
             f"ring {mesh.ring} x ulysses {mesh.ulysses} = {parts}"

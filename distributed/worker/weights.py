@@ -36,7 +36,8 @@ class GroupGather:
         # Process groups are looked up for each call. A reference to one would keep connections
         # open.
         self._groups = groups
-        self.rank, self.size = groups.rank, groups.size
+        self.rank = groups.rank
+        self.size = groups.size
         self._is_aborted = False
 
     def compare(self, said: bytes) -> tuple[bytes, ...]:
@@ -101,7 +102,8 @@ class GroupWeights:
         Without shards the weights are whole. All workers in the group must call it before the run.
         Raises WorkerTimeoutError and PeerLostError.
         """
-        placement, reason = self._groups.rendezvous.weights, ""
+        placement = self._groups.rendezvous.weights
+        reason = ""
         if self._groups.size == 1 or (placement == "auto" and self._groups.device.type == "cpu"):
             return None, ""
         if placement == "auto":

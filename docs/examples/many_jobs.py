@@ -16,7 +16,9 @@ from comfy_http import FailedError, PromptRefusedError, download, queue, read_wo
 
 def main(workflow: str, folder: str, *texts: str) -> int:
     """Make one video per text; return the number of missing videos."""
-    base, jobs, missing = read_workflow(workflow), {}, 0
+    base = read_workflow(workflow)
+    jobs = {}
+    missing = 0
     for number, text in enumerate(texts):
         prompt = copy.deepcopy(base)
         prompt["text"]["inputs"]["positive"] = text

@@ -23,7 +23,8 @@ ENDS = {"execution_success", "execution_error", "execution_interrupted"}
 
 async def main(workflow: str) -> str:
     """Run a workflow and return the type of its last event."""
-    prompt, client_id = read_workflow(workflow), str(uuid.uuid4())
+    prompt = read_workflow(workflow)
+    client_id = str(uuid.uuid4())
     # Connect before the job is queued, so that no event is missed. Events can exceed aiohttp's
     # default size limit.
     async with (

@@ -124,7 +124,8 @@ def _execute(workflow: Workflow, keep: Collection[str]) -> History:
     live: dict[str, tuple[Any, ...]] = {}
     shown: dict[str, dict[str, list[Any]]] = {}
     kept: dict[str, tuple[Any, ...]] = {}
-    verdict, nodes = workflow.verdict, workflow.nodes
+    verdict = workflow.verdict
+    nodes = workflow.nodes
     for step in plan_steps(verdict.prompt, nodes, verdict.outputs):
         workflow.host.events.raise_if_stopped()
         node_id = step.node_id

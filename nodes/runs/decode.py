@@ -125,7 +125,8 @@ def decode_shared(
     notes = TileNotes()
     # This reads only the header, which is enough to compute the memory needs.
     with settings.open() as opened:
-        needs, weight_bytes = opened.decode_needs(latents), opened.weight_bytes
+        needs = opened.decode_needs(latents)
+        weight_bytes = opened.weight_bytes
     # After the VAE's header: a bad file must not start workers.
     pool = host.memory.worker_pool(ref)
     tiling = settings.tiling
@@ -249,7 +250,8 @@ def encode_here(host: Host, vae: Path, video: torch.Tensor) -> torch.Tensor:
         Exception: the host's interrupt, and any error from `WanVae.encode`.
     """
     with open_vae(vae) as opened:
-        needs, device = opened.encode_needs(video), host.memory.device()
+        needs = opened.encode_needs(video)
+        device = host.memory.device()
         wanted = opened.weight_bytes + needs.device_bytes(None) + needs.host_bytes(None)
         # shared=True: frames and encoder use the same memory.
         tiling = choose_tiling(

@@ -38,7 +38,8 @@ QUALITY = 75
 MAX_BYTES = 1_000_000
 """Size limit in bytes, because everybody who is connected gets the preview. A longer one has fewer
 frames."""
-FPS, FPS_5B = 16, 24
+FPS = 16
+FPS_5B = 24
 
 logger = logging.getLogger("wanstream.nodes")
 

@@ -14,7 +14,8 @@ from ..decode import VAE_TOOLTIP
 from ..runs.decode import encode_here
 from ..runs.file_checks import NONE, check_clip_vision, check_encoder
 
-WAN22_CONTROL, WAN21_CONTROL = "Wan2.2 Fun Control", "Wan2.1 Fun Control"
+WAN22_CONTROL = "Wan2.2 Fun Control"
+WAN21_CONTROL = "Wan2.1 Fun Control"
 
 
 class WanStreamFunControl(latents.SizedNode):

@@ -42,7 +42,8 @@ to 0.2 s per Wan2.2 A14B block, or 40 ms per piece. Neither was measured here.
 # Parameters and values for glibc's mallopt.
 M_TRIM_THRESHOLD = -1
 TRIM_BYTES = 256 * 1024**2
-M_MMAP_THRESHOLD, MMAP_BYTES = -3, 32 * 1024**2  # glibc's upper limit
+M_MMAP_THRESHOLD = -3
+MMAP_BYTES = 32 * 1024**2  # glibc's upper limit
 
 
 def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -191,6 +191,7 @@ class ForwardHooks:
 
     def _close(self) -> None:
         # The field is cleared first: after an error in `close`, the next forward begins a session.
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         if session is not None:
             session.close()

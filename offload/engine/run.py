@@ -352,7 +352,8 @@ class EngineRun:
         except RunStopped:
             self._thread.result()  # raises the error of the fetch thread, if it failed
             raise
-        pending, self._pending_blocks[fetch] = self._pending_blocks[fetch], None
+        pending = self._pending_blocks[fetch]
+        self._pending_blocks[fetch] = None
         return pending
 
     # The fetch thread reads bytes and issues copies only. Device streams or the compute thread do
@@ -382,13 +383,15 @@ class EngineRun:
         buffer = self._pool.buffers[fetch.buffer]
         buffer.begin_fill(fetch.block)
         if slot is None:
-            key, stored = fetch.block, None
+            key = fetch.block
+            stored = None
             memory = buffer.memory[: self._pool.formats[key.stored].stored.nbytes]
             self._ram.read_straight(number, key.stored, memory)
         else:
             assert slot.key is not None, f"slot {slot.index} was taken, but it is empty"
             # The key is the slot's own. With a wrong slot, `fetched` then differs from the program.
-            key, stored = slot.key._replace(patch=fetch.block.patch), slot.memory
+            key = slot.key._replace(patch=fetch.block.patch)
+            stored = slot.memory
         patch = self._pool.patches.get(key)
         slot_patch = None
         if slot is not None and slot.patch.patch is not None:

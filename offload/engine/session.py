@@ -313,7 +313,8 @@ class StreamSession:
 
     def _end_program(self, error: BaseException | None = None) -> None:
         # The field is cleared first: if the exit raises, the next call still starts a program.
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         if run is None:
             return
         is_open = self.state is SessionState.VISITING

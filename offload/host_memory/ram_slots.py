@@ -337,7 +337,8 @@ class RamSlots:
             slot.issued()
             return None
         nbytes = self._sizes[key]
-        memory, unused = self._staging, self._resident
+        memory = self._staging
+        unused = self._resident
         if slot.index < self._residents.slots:
             memory, unused = unused, memory
         if unused is not memory:

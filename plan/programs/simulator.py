@@ -132,7 +132,8 @@ class Queues:
 
     def run_step(self, visits: range) -> tuple[StepRecord, float]:
         """Return the simulated record for one step, and the start of compute in the first block."""
-        program, hardware = self._program, self._hardware
+        program = self._program
+        hardware = self._hardware
         compute_s = hardware.step_overhead_s
         stall_s = stall_on_read_s = decode_s = 0.0
         moved = copied = read = 0
@@ -203,7 +204,8 @@ class Queues:
 
     def _fetch(self, number: int) -> float:
         """Simulate fetch `number` and return when the block can be visited."""
-        fetch, hardware = self._program.fetches[number], self._hardware
+        fetch = self._program.fetches[number]
+        hardware = self._hardware
         costs = self._costs[fetch.block.block]
         visit = self._ram.visit_of_fetch[number]
         ready = 0.0 if visit == DIRECT else self._ready_in_ram(visit)

@@ -31,7 +31,9 @@ def check_ram(program: TransferProgram, ram: RamProgram) -> None:
             f"{len(program.fetches)} fetches, but {len(ram.visit_of_fetch)} of them are served "
             "from RAM"
         )
-    due, needed_by, visits = 0, IMMEDIATE, len(ram.program.visits)
+    due = 0
+    needed_by = IMMEDIATE
+    visits = len(ram.program.visits)
     for number, (fetch, visit) in enumerate(zip(program.fetches, ram.visit_of_fetch, strict=True)):
         if visit == DIRECT:
             continue
@@ -49,7 +51,8 @@ def check_ram(program: TransferProgram, ram: RamProgram) -> None:
                 f"fetch {number} is needed by visit {fetch.needed_by}, an earlier one by visit "
                 f"{needed_by}: the slots of RAM would be read in another order than they are filled"
             )
-        due, needed_by = due + 1, fetch.needed_by
+        due = due + 1
+        needed_by = fetch.needed_by
     if due != visits:
         raise ProgramError(f"visit {due} of {visits} visits of RAM serves no fetch")
 
@@ -86,9 +89,11 @@ def _check_visits(program: TransferProgram) -> None:
         zip(program.visits, program.visit_buffer, program.visit_fetch, strict=True)
     ):
         if number == KEPT:
-            found, source = program.initial.get(buffer), buffer
+            found = program.initial.get(buffer)
+            source = buffer
         else:
-            found, source = program.fetches[number].block, program.fetches[number].buffer
+            found = program.fetches[number].block
+            source = program.fetches[number].buffer
             spans[number] = (spans.get(number, (visit, visit))[0], visit)
         if source != buffer or found != use.key:
             raise ProgramError(

@@ -145,7 +145,9 @@ def skipped_steps(
     # Half up. `round` would round half to even.
     retained = set(stage[: int(rule.retention * len(stage) + 0.5)])
     skipped: set[int] = set()
-    sizes, errors, in_a_row = [1.0] * len(ratios), [0.0] * len(ratios), 0
+    sizes = [1.0] * len(ratios)
+    errors = [0.0] * len(ratios)
+    in_a_row = 0
     for place, step in enumerate(taken):
         # These are the first steps in the stage, so the sums have not begun.
         if step in retained:
@@ -158,7 +160,9 @@ def skipped_steps(
         if place > 0 and in_a_row <= rule.max_consecutive_skips and is_small:
             skipped.add(step)
         else:
-            sizes, errors, in_a_row = [1.0] * len(ratios), [0.0] * len(ratios), 0
+            sizes = [1.0] * len(ratios)
+            errors = [0.0] * len(ratios)
+            in_a_row = 0
     return frozenset(skipped)
 
 

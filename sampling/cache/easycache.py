@@ -71,7 +71,9 @@ class EasySteps(StepCache):
     """
 
     def __init__(self, threshold: float, always: frozenset[int], split: ParallelForward) -> None:
-        self._threshold, self._always, self._split = threshold, always, split
+        self._threshold = threshold
+        self._always = always
+        self._split = split
         self._stage: Stage | None = None
         self._step: int | None = None
         self._samples: dict[int, _Sample] = {}
@@ -85,7 +87,9 @@ class EasySteps(StepCache):
         elif step == self._step:
             self._samples = self._before
         # A copy, because this step replaces entries.
-        self._stage, self._step, self._before = stage, step, dict(self._samples)
+        self._stage = stage
+        self._step = step
+        self._before = dict(self._samples)
         if step in self._always:
             return {}
         inputs = {sample: dict[LaneName, torch.Tensor]() for sample in _samples(lanes)}

@@ -32,7 +32,8 @@ class FirstBlockSteps(StepCache):
     """
 
     def __init__(self, threshold: float, split: ParallelForward) -> None:
-        self.threshold, self.split = threshold, split
+        self.threshold = threshold
+        self.split = split
         self.kept: dict[LaneName, _LaneState] = {}
         self._texts: tuple[Stage, int] | None = None
 
@@ -55,8 +56,11 @@ class FirstBlockPass(CachedPass):
     """Forward pass in one step. See `BlockCache`."""
 
     def __init__(self, cache: FirstBlockSteps, step: int, names: Sequence[LaneName]) -> None:
-        self._step, self._names = step, names
-        self._kept, self._threshold, self._split = cache.kept, cache.threshold, cache.split
+        self._step = step
+        self._names = names
+        self._kept = cache.kept
+        self._threshold = cache.threshold
+        self._split = cache.split
         self._added: dict[int, torch.Tensor] = {}
         self._after_first: dict[int, torch.Tensor] = {}
         self._sums: list[torch.Tensor] = []
@@ -64,7 +68,8 @@ class FirstBlockPass(CachedPass):
     def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor, video: slice) -> None:
         """See `BlockCache.entered`."""
         added = hidden - self._split.local_tokens(tokens)
-        self._added[lane], self._after_first[lane] = added, hidden
+        self._added[lane] = added
+        self._after_first[lane] = hidden
         kept = self._kept.get(self._names[lane])
         # The sums stay on the device: reading them here would stall between lanes. `choose` reads
         # them all.
@@ -72,7 +77,8 @@ class FirstBlockPass(CachedPass):
             # An infinite distance, so that the lane is computed.
             self._sums.append(torch.tensor([math.inf, 1.0], dtype=torch.float64))
         else:
-            now, before = added[:, video], kept.first[:, video]
+            now = added[:, video]
+            before = kept.first[:, video]
             self._sums.append(torch.stack([_abs_distance(now, before), _abs_sum(before)]))
 
     def choose(self) -> SkipDecision:
@@ -83,7 +89,8 @@ class FirstBlockPass(CachedPass):
         own, every = self._split.all_reduce_sums(sums)
         going = [lane for lane, each in enumerate(own.tolist()) if not self._is_similar(each)]
         visits = not all(self._is_similar(each) for each in every.tolist())
-        self.skipped_lanes, self.skips_rest = len(self._sums) - len(going), not visits
+        self.skipped_lanes = len(self._sums) - len(going)
+        self.skips_rest = not visits
         for lane in range(len(self._sums)):
             if lane in going:
                 # Freed before the other blocks compute: `ended` stores new residuals.

@@ -80,7 +80,8 @@ class MagTable:
             experts: expert by step, from the schedule's first step to the run's last one.
             sides: CFG sides by step. All must have been measured.
         """
-        steps, measured = len(sigmas) - 1, len(self.experts)
+        steps = len(sigmas) - 1
+        measured = len(self.experts)
         if steps != measured:
             raise RequestError(
                 f"the cache was calibrated for {measured} steps, this run has {steps}: "

@@ -27,7 +27,8 @@ def known_skips(table: MagTable, rule: SkipRule, steps: StepLanes) -> frozenset[
     texts = {step: (stage, count_texts(lanes)) for step, (stage, lanes) in steps.items()}
     for (stage, _), stretch in groupby(sorted(steps), key=texts.__getitem__):
         measured = [step for step, expert in enumerate(table.experts) if expert == stage.expert]
-        taken, computed = list(stretch), None
+        taken = list(stretch)
+        computed = None
         # All steps with this expert count, because the retention is a share of them.
         allowed = skipped_steps(measured, taken, table.ratios, rule)
         # A skipped step adds residuals by lane name, so the last computed step must have had all
@@ -45,7 +46,9 @@ class MagSteps(StepCache):
     """MagCache for a run. It keeps the residuals from the last computed step."""
 
     def __init__(self, table: MagTable, skipped: frozenset[int], split: ParallelForward) -> None:
-        self._table, self._split, self.skipped = table, split, skipped
+        self._table = table
+        self._split = split
+        self.skipped = skipped
         self._added: dict[LaneName, torch.Tensor] = {}
         self._checked: set[str] = set()
 
@@ -109,7 +112,8 @@ class Calibration(StepCache):
 
     def _ratio(self, before: int, step: int, side: Side) -> float:
         """Return the mean ratio over a side's lanes in both steps, or 1 without lanes."""
-        before_lengths, lengths = self._lengths[before], self._lengths[step]
+        before_lengths = self._lengths[before]
+        lengths = self._lengths[step]
         shared = [name for name in lengths if name.side == side and name in before_lengths]
         # diffusers adds the same 1e-8 against a division by zero.
         ratios = [float((lengths[name] / (before_lengths[name] + 1e-8)).mean()) for name in shared]
@@ -134,7 +138,10 @@ class MagPass(CachedPass):
         self.whole = whole
         if whole:
             self.skipped_lanes = len(names)
-        self._names, self._kept, self._measure, self._split = names, kept, measure, split
+        self._names = names
+        self._kept = kept
+        self._measure = measure
+        self._split = split
         self._entered: dict[int, tuple[torch.Tensor, slice]] = {}
         """A lane's tokens on this worker before the first block, and the video's place among
         them."""
@@ -167,7 +174,10 @@ def _residual(hidden: torch.Tensor, tokens: torch.Tensor, video: slice) -> torch
 
 def _residual_lengths(hidden: torch.Tensor, tokens: torch.Tensor, video: slice) -> torch.Tensor:
     """Return the residual norm of each video token."""
-    hidden, tokens = hidden[:, video], tokens[:, video]
     # In pieces of tokens: a whole residual would take as much memory as another hidden state.
-    parts = zip(hidden.split(OUTPUT_TOKENS, dim=1), tokens.split(OUTPUT_TOKENS, dim=1), strict=True)
+    parts = zip(
+        hidden[:, video].split(OUTPUT_TOKENS, dim=1),
+        tokens[:, video].split(OUTPUT_TOKENS, dim=1),
+        strict=True,
+    )
     return torch.cat([(after - before).float().norm(dim=-1) for after, before in parts], dim=1)

@@ -88,8 +88,10 @@ def _check_fits(number: int, traits: Mapping[str, object], first: Mapping[str, o
 
 def _traits(request: DenoiseRequest) -> dict[str, object]:
     """Return the values that merged requests must share, by name."""
-    step_plan, inputs = request.step_plan, request.inputs
-    guidance, options = request.guidance_settings, request.options
+    step_plan = request.step_plan
+    inputs = request.inputs
+    guidance = request.guidance_settings
+    options = request.options
     given = {
         "start image": inputs.image_condition,
         "latent": inputs.latent,

@@ -263,7 +263,8 @@ def image_condition(
             f"Fun Control has the mask between two latents of {latent_channels} channels: remove "
             "the node that made it"
         )
-    control, start = map(normalise, latents[:-1]), normalise(latents[-1])
+    control = map(normalise, latents[:-1])
+    start = normalise(latents[-1])
     if len(latents) > 1 and mask_index == 0:
         return torch.cat([*control, start], dim=1)
     known = _known_mask(image, mask)

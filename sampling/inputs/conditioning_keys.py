@@ -162,7 +162,8 @@ def check_keys(side: str, options: Mapping[str, Any]) -> None:
 def _check_ranges(side: str, options: Mapping[str, Any]) -> None:
     for start, end in RANGES:
         # None is no limit, as where the key is missing.
-        begins, ends = options.get(start), options.get(end)
+        begins = options.get(start)
+        ends = options.get(end)
         if (begins is not None and begins > 0.0) or (ends is not None and ends < 1.0):
             raise ConditioningError(
                 f"{side} is limited to a range of steps ({start}, {end}), which is not supported: "

@@ -156,7 +156,8 @@ def check_tokens_fit(
             f"{tokens.foreign_reference}, and this model reads a latent of Wan there: remove the "
             "node for another model that made it"
         )
-    reference, wanted = tokens.reference, (reference_channels, 1, *shape[3:])
+    reference = tokens.reference
+    wanted = (reference_channels, 1, *shape[3:])
     if reference is not None and reference_channels is not None and reference.shape[1:] != wanted:
         raise RequestError(
             f"the reference image ({REFERENCE_KEY}) is a latent of {list(reference.shape)}, and a "
@@ -179,7 +180,8 @@ def native_tokens(side: str, options: Mapping[str, Any]) -> ExtraTokens:
         ConditioningError: a context is not a list of raw latents [b, C, t, h, w]. The message has
             the side and the key.
     """
-    references, context = _listed(options.get(REFERENCE_KEY)), _listed(options.get(CONTEXT_KEY))
+    references = _listed(options.get(REFERENCE_KEY))
+    context = _listed(options.get(CONTEXT_KEY))
     for latents in context:
         if not _is_wan(latents):
             raise ConditioningError(

@@ -141,7 +141,8 @@ def fitted(images: torch.Tensor, shape: VideoShape, *, mode: str = "bilinear") -
 def _crop_to_aspect(pixels: torch.Tensor, shape: VideoShape) -> torch.Tensor:
     """Return the largest centred part of `pixels` [N, C, H, W] with the video's aspect ratio."""
     height, width = pixels.shape[-2:]
-    aspect, wanted = width / height, shape.width / shape.height
+    aspect = width / height
+    wanted = shape.width / shape.height
     # ComfyUI rounds the margin, not the size. Another order of operations crops one pixel more or
     # less.
     left = round((width - width * (wanted / aspect)) / 2) if aspect > wanted else 0

@@ -85,7 +85,8 @@ class RunInputs:
         _check_texts("positive", self.positive, self.batch)
         if self.negative is not None:
             _check_texts("negative", self.negative, self.batch)
-        shared, own = (1, self.batch), (self.channels,)
+        shared = (1, self.batch)
+        own = (self.channels,)
         self._check_latent("image_condition", IMAGE_CONDITION_CHANNELS, shared)
         self._check_latent("latent", own, (self.batch,))
         self._check_latent("mask", (1, *own), shared)

@@ -52,7 +52,8 @@ class Denoiser:
         self.sigma = self.step_plan.schedule.sigmas[self._range.stop]
         """Noise level after the run's last step."""
         self._steps = [(step, self.step_plan.experts[step]) for step in self._range]
-        self._request, self._policy = request, policy
+        self._request = request
+        self._policy = policy
         self._recorder = recorder
         self._inputs = LaneInputs(request, device, reads_reference=policy.pair.reads_reference)
         self._masked = _masked_part(request.inputs, device)
@@ -103,7 +104,8 @@ class Denoiser:
 
     def _prefetch_embeddings(self, engine: ExpertEngine) -> None:
         """Pass all timesteps and texts of the run to the engine, to be embedded together."""
-        plan, nag = self.step_plan, self._request.guidance_settings.nag is not None
+        plan = self.step_plan
+        nag = self._request.guidance_settings.nag is not None
         calls = [
             (expert, plan.schedule.timesteps[step], nag or plan.guidance[step] != 1)
             for step, expert in self._steps
@@ -117,7 +119,8 @@ class Denoiser:
         guidance = self.step_plan.guidance[step]
         # A copy, because a scheduler changes its history before the step is known to be finite and
         # finished.
-        latents, solver = self.latents, self._solver.copy()
+        latents = self.latents
+        solver = self._solver.copy()
         state = latents if self._masked is None else self._masked.model_input(latents, sigma)
         windows = windows_at(self._request, step)
         # NAG replaces the negative lane, so it acts without CFG only.
@@ -154,7 +157,8 @@ class Denoiser:
                 f"{self.step_plan.schedule.sigmas[step]:.4f}): an input or a weight is broken, or "
                 f"{self._policy.pair.compute_dtype} is too narrow for them"
             )
-        self.latents, self._solver = result.latents, result.solver
+        self.latents = result.latents
+        self._solver = result.solver
 
 
 def _state(next_step: int, result: _StepResult) -> RunState:

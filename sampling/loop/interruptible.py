@@ -108,7 +108,8 @@ def _pieces(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
     # QK^T and PV each take a multiplication and an addition, so the factor is 4.
     row_flops = 4 * key.shape[-2] * query.numel() // max(1, rows)
     fitting = int(PIECE_FLOPS / max(1, row_flops)) // ROWS_AT_ONCE * ROWS_AT_ONCE
-    size, start = max(PIECE_ROWS, fitting), 0
+    size = max(PIECE_ROWS, fitting)
+    start = 0
     while start < rows:
         stop = start + size
         if rows - stop < PIECE_ROWS:

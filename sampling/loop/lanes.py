@@ -68,7 +68,8 @@ class LaneInputs:
                 return list(given.to(device).expand(inputs.batch, *given.shape[1:]).split(1))
             return [text.to(device) for text in given]
 
-        self._positive, self._negative = samples(inputs.positive), samples(inputs.negative)
+        self._positive = samples(inputs.positive)
+        self._negative = samples(inputs.negative)
         self._image = samples(inputs.image_condition)
         self._embedding = samples(inputs.image_embedding)
         self._timestep_scales = inputs.timestep_scales
@@ -113,7 +114,8 @@ class LaneInputs:
         if windows is not None:
             parts = [windows.cut(state, first) for state in states]
             scales = [windows.cut_timestep_scales(own) for own in self._timestep_scales]
-        texts, pieces = (self._positive, self._negative, self._negative), len(parts[0])
+        texts = (self._positive, self._negative, self._negative)
+        pieces = len(parts[0])
         return [
             Lane(
                 # Windows vary fastest in the names.

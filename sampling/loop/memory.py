@@ -135,7 +135,8 @@ def check_room(
         lanes, *size = request.computed_shape
         # With context windows, a sample has several lanes.
         shape = (samples * lanes // request.batch, *size)
-        chunk, cache = smallest.chunk_tokens, request.options.cache
+        chunk = smallest.chunk_tokens
+        cache = request.options.cache
         return working_bytes(pair, shape, sides=sides, chunk_tokens=chunk, cache=cache)
 
     if free is None:

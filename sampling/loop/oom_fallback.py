@@ -56,12 +56,16 @@ class RunPolicy:
         cache: CacheSettings | None = None,
         revise: Revise | None = None,
     ) -> None:
-        self._cache, self._revise = cache, revise
+        self._cache = cache
+        self._revise = revise
         self.policy = policy_with_cache(policy, cache)
         self.changes: list[str] = []
         """Policy changes so far, as text for `Timeline.changes`."""
-        self.pair, self.device = pair, device
-        self._shape, self._sides, self.split = shape, sides, split
+        self.pair = pair
+        self.device = device
+        self._shape = shape
+        self._sides = sides
+        self.split = split
         self._tokens = tokens_of(shape) + max(sides)
         self._tried = [self.policy]
 

@@ -31,7 +31,8 @@ class StepWindows:
     """
 
     def __init__(self, settings: ContextWindows, step: int, frames: int) -> None:
-        self._video_frames, self._repeat_image = frames, settings.repeat_image
+        self._video_frames = frames
+        self._repeat_image = settings.repeat_image
         self.frames: Windows = settings.at(step, frames)
         """Latent frames by window."""
         self._weights = settings.weights(self.frames, frames)

@@ -113,7 +113,10 @@ class StepSettings:
             )
 
     def _check_range(self) -> None:
-        steps, start, end, switch = self.whole.steps, self.start_step, self._end, self.switch_step
+        steps = self.whole.steps
+        start = self.start_step
+        end = self._end
+        switch = self.switch_step
         if end < 1:
             raise RequestError(
                 f"end step {end}: give at least 1, the first step runs before step 1"

@@ -108,7 +108,8 @@ class Solver:
         # With a begin index the scheduler counts its steps. Otherwise it would search for the
         # timestep by value.
         scheduler.set_begin_index(start_step)
-        self._scheduler, self._history = scheduler, method.history
+        self._scheduler = scheduler
+        self._history = method.history
         # The same for all steps: schedulers read sigmas by the index that they count.
         self._timestep = scheduler.timesteps[start_step]
         self._seeds = None
@@ -141,7 +142,8 @@ class Solver:
         """Return an independent solver with the same history."""
         # Shallow, except for lists: schedulers replace the tensors in their history, but shift its
         # lists in place.
-        other, other._scheduler = copy(self), copy(self._scheduler)
+        other = copy(self)
+        other._scheduler = copy(self._scheduler)
         for name, value in vars(self._scheduler).items():
             if isinstance(value, list):
                 setattr(other._scheduler, name, list(value))

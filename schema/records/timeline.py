@@ -413,7 +413,8 @@ def run_phases(
     placed = zip(steps, computed_from, strict=True)
     for expert, members in groupby(placed, key=lambda placed_step: placed_step[0].expert):
         stage = list(members)
-        (first, computes), (last, _) = stage[0], stage[-1]
+        first, computes = stage[0]
+        last, _ = stage[-1]
         # Timelines from older versions have no start times.
         if first.start_s is None or last.start_s is None:
             return ()

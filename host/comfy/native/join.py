@@ -241,7 +241,8 @@ def _first(experts: Mapping[str, NativePatcher], host: Host) -> JoinedPatcher:
         model = expert.model
         shared = (*model.stored.values(), model.weights, model.memory, model.runs)
         twins[name] = twin_of(model, shared=shared)
-    high, low = twins[HIGH], twins[LOW]
+    high = twins[HIGH]
+    low = twins[LOW]
     weights = NativeWeights.joined(
         {name: expert.weights for name, expert in experts.items()},
         {
@@ -312,7 +313,8 @@ def _check(experts: Mapping[str, Any], boundary: float) -> None:
                 f"the {name}-noise MODEL has {what}, which only both experts can have: put that "
                 "node behind Join Experts"
             )
-    high, low = experts[HIGH], experts[LOW]
+    high = experts[HIGH]
+    low = experts[LOW]
     differences = list(_differences(high.model, low.model))
     if differences:
         shown = ", ".join(f"{what} is {one} and {other}" for what, one, other in differences[:4])

@@ -177,7 +177,8 @@ def sockets_of(input_types: Mapping[str, Any]) -> dict[str, Socket]:
             io_type, *rest = described
             options = dict(rest[0]) if rest and isinstance(rest[0], Mapping) else {}
             if isinstance(io_type, list):  # the older choice format
-                io_type, options = "COMBO", {**options, "options": io_type}
+                options["options"] = io_type
+                io_type = "COMBO"
             sockets[name] = Socket(
                 name=name, io_type=str(io_type), options=options, required=kind == "required"
             )

@@ -231,7 +231,8 @@ class NativePolicy:
 
     def _keep_replaced(self, message: str) -> None:
         """Undo the last revision, because it did not fit into memory."""
-        kept, self._replaced = self._replaced, None
+        kept = self._replaced
+        self._replaced = None
         assert kept is not None, "the model is loaded"
         self.note(f"{policy_name(kept)} is kept: {message}")
         self._load(kept)

@@ -12,7 +12,8 @@ import torch
 from .....plan.programs import TRAIN_TIMESTEPS, expert_at
 from ... import versions
 
-HIGH, LOW = "high", "low"
+HIGH = "high"
+LOW = "low"
 OF_LOW = "low expert: "
 """Prefix for conditioning that the low-noise expert computes differently."""
 
