@@ -73,7 +73,8 @@ def _foreign_imports(nodes):
 
 def test_imports_point_upwards(tree):
     for found in tree.imports:
-        source, target = found.source.split(".")[0], found.target.split(".")[0]
+        source = found.source.split(".")[0]
+        target = found.target.split(".")[0]
         where = f"{found.source}:{found.line} imports {found.target}"
         assert target in LEVEL, where
         assert target == source or LEVEL[target] < LEVEL[source], where

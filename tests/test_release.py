@@ -47,7 +47,8 @@ def project():
 
 
 def test_registry_has_a_name_a_version_and_a_publisher(project):
-    found, comfy = project["project"], project["tool"]["comfy"]
+    found = project["project"]
+    comfy = project["tool"]["comfy"]
     assert re.fullmatch(r"[a-z](?:[a-z0-9]|[-_.](?![-_.]))*", found["name"])
     assert "comfyui" not in found["name"].lower()
     assert re.fullmatch(r"\d+\.\d+\.\d+", VERSION)

@@ -121,7 +121,8 @@ def test_every_input_of_our_nodes_has_a_valid_value(name):
 @EACH
 def test_files_are_listed_and_linked(name, sample_models):
     """Nodes 2.0 draws text in backticks blue on grey-blue, so notes do not use backticks."""
-    prompt, canvas = prompt_of(name), template(name)
+    prompt = prompt_of(name)
+    canvas = template(name)
     values = [value for node in prompt.values() for value in node["inputs"].values()]
     named = {value for value in values if str(value).endswith("tensors")}
     assert named <= MODEL_FILES.keys()
@@ -133,7 +134,8 @@ def test_files_are_listed_and_linked(name, sample_models):
     assert "`" not in text
     for file in (MODEL_FILES[value] for value in named):
         assert f"**{file.directory}/** [{file.name}]({file.url})" in text
-    names, named_nodes = canvas_names(canvas), names_of(prompt)
+    names = canvas_names(canvas)
+    named_nodes = names_of(prompt)
     carried = {names[node["id"]]: node["properties"].get("models", []) for node in canvas["nodes"]}
     for node_id, node in prompt.items():
         assert carried[named_nodes[node_id]] == [file._asdict() for file in models_of(node)]
@@ -205,7 +207,8 @@ def test_every_link_of_the_canvas_has_two_ends(name):
 @EACH
 def test_canvas_equals_the_api_file(name):
     """Compare all nodes' links, and our nodes' widgets in schema order."""
-    prompt, canvas = prompt_of(name), template(name)
+    prompt = prompt_of(name)
+    canvas = template(name)
     inputs_by_name = by_name(prompt)
     names = canvas_names(canvas)
     origin = {link[0]: (names[link[1]], link[2]) for link in canvas["links"]}

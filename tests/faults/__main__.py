@@ -24,7 +24,8 @@ def run() -> int:
     add("--first", type=int, help="of each kind only so many cases")
 
     args = parser.parse_args()
-    begun, totals = time.monotonic(), Counter[str]()
+    begun = time.monotonic()
+    totals = Counter[str]()
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(Campaign(Path(folder), seed=args.seed)) as campaign,
@@ -32,7 +33,9 @@ def run() -> int:
         print(f"| fault | n | {' | '.join(_COSTS)} | exit codes of all clients | seconds |")
         print("|---|--:|--:|--:|--:|--:|---|--:|")
         for kind in (kind for kind in KINDS if args.kind.lower() in kind.name.lower()):
-            start, costs, codes = time.monotonic(), Counter[str](), Counter[int]()
+            start = time.monotonic()
+            costs = Counter[str]()
+            codes = Counter[int]()
             for number in range(campaign.count(kind))[: args.first]:
                 try:
                     findings = campaign.run(kind, number)

@@ -60,7 +60,8 @@ class RealServer:
         self._base = base
         self._port = comfyui_tools.free_port()
         self.url = f"http://127.0.0.1:{self._port}"
-        self._opened, self._process_id = ExitStack(), 0
+        self._opened = ExitStack()
+        self._process_id = 0
         for folder in ("custom_nodes", "input", "output"):
             (base / folder).mkdir(parents=True)
         (base / "custom_nodes" / comfyui_tools.PACK).symlink_to(
@@ -84,7 +85,8 @@ class Campaign:
     """Stages below a folder, with everything they share made once."""
 
     def __init__(self, folder: Path, *, seed: int) -> None:
-        self.folder, self.seed = folder, seed
+        self.folder = folder
+        self.seed = seed
         self._made = 0
         self._points: dict[str, int] = {}
         self._files: dict[str, dict[str, list[bytes]]] = {}

@@ -92,7 +92,8 @@ def _journal_damaged(stage: Stage, chance: random.Random, place: Place) -> None:
         lambda path: path.unlink(),
         _zero_a_page(chance),
     ]
-    journal, copy = stage.out / "journal.sqlite", stage.out / "journal.sqlite.before"
+    journal = stage.out / "journal.sqlite"
+    copy = stage.out / "journal.sqlite.before"
     if journal.exists():
         damages[place.number % len(damages)](journal)
     if copy.exists() and chance.random() < 0.5:

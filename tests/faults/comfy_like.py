@@ -67,7 +67,8 @@ class State:
                 continue
             entry = self._run(prompt_id, prompt)
             with self.lock:
-                self.history[prompt_id], self.running = entry, None
+                self.history[prompt_id] = entry
+                self.running = None
 
     def _run(self, prompt_id: str, prompt: dict[str, Any]) -> dict[str, Any]:
         outputs: dict[str, Any] = {}

@@ -47,7 +47,9 @@ class Points:
     """Counter of calls after `install`, with an action before or after number `at`."""
 
     def __init__(self, at=None, action=kill, *, after=False):
-        self._at, self._action, self._after = at, action, after
+        self._at = at
+        self._action = action
+        self._after = after
         self._numbers = itertools.count()
         self.count = 0
 
@@ -57,7 +59,8 @@ class Points:
             for name in names:
                 call = partial(self.call, f"{module.__name__}.{name}", getattr(module, name))
                 setattr(module, name, call)
-        points, connect = self, sqlite3.connect
+        points = self
+        connect = sqlite3.connect
 
         class Connection(sqlite3.Connection):
             def execute(self, *arguments: Any) -> sqlite3.Cursor:

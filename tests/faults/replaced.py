@@ -21,8 +21,11 @@ from wanstream.nodes.runs.video_file import write_video
 from wanstream.testing.model import write_tiny_model
 from wanstream.wan.latents.file import read_latent, write_latent
 
-SAVE, KEEP, CONTINUE = "WanStreamSaveVideo", "WanStreamSaveLatent", "WanStreamContinueVideo"
-FRAMES, SIZE = 3, 16
+SAVE = "WanStreamSaveVideo"
+KEEP = "WanStreamSaveLatent"
+CONTINUE = "WanStreamContinueVideo"
+FRAMES = 3
+SIZE = 16
 
 
 def seed_behind(prompt: Mapping[str, Any], node_id: str) -> int:
@@ -88,7 +91,8 @@ def frames_of(seed: int) -> torch.Tensor:
 
 def run_replaced(workflow: Workflow, *, on_progress: Any = None, **_: Any) -> History:
     """Replace `Workflow.run`: the latent is on disk while the video is made, as with real nodes."""
-    prompt, output = workflow.verdict.prompt, workflow.folders.output
+    prompt = workflow.verdict.prompt
+    output = workflow.folders.output
     shown = _kept_latents(prompt, output)
     for node_id in _saving(prompt, SAVE):
         workflow.host.events.raise_if_stopped()

@@ -84,7 +84,9 @@ class Stage:
     """A folder with rows and a workflow, and the clients that ran in it."""
 
     def __init__(self, folder, workflow, rows, more):
-        self.folder, self.out, self.log = folder, folder / "out", folder / "log"
+        self.folder = folder
+        self.out = folder / "out"
+        self.log = folder / "log"
         self.temporary = folder / "temporary"
         self.temporary.mkdir(parents=True)
         self.command = command_line(folder, workflow, *rows, options=more)
@@ -115,7 +117,8 @@ class Stage:
 
     def wait(self, pid: int) -> int:
         """Return a client's exit code, negative for a signal."""
-        deadline, step = time.monotonic() + WAIT_SECONDS, 0.002
+        deadline = time.monotonic() + WAIT_SECONDS
+        step = 0.002
         while True:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:

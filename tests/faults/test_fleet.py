@@ -24,7 +24,10 @@ from wanstream.tests.support.marks import FORKED
 from wanstream.tests.support.polling import eventually
 from wanstream.tools.comfyui import free_port
 
-SEED, ROWS, SERVERS, KILLS = 20, 100, 4, 50
+SEED = 20
+ROWS = 100
+SERVERS = 4
+KILLS = 50
 
 pytestmark = FORKED
 
@@ -33,7 +36,9 @@ class Machine:
     """A server killed and restarted at the same port after some time."""
 
     def __init__(self, folder, models):
-        self._output, self._models, self._port = folder, models, free_port()
+        self._output = folder
+        self._models = models
+        self._port = free_port()
         folder.mkdir()
         self.url = f"http://127.0.0.1:{self._port}"
         self._starts_at = 0.0
@@ -50,7 +55,8 @@ class Machine:
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-            self.pid, self._starts_at = 0, time.monotonic() + absence_s
+            self.pid = 0
+            self._starts_at = time.monotonic() + absence_s
 
 
 @pytest.fixture

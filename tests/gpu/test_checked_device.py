@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 def test_work_of_inference_mode_is_executed_by_a_later_wait(seed):
     with checked_accelerator(seed) as gpu:
         with torch.inference_mode():
-            host, values = torch.zeros(9), torch.ones(9, device=gpu.device)
+            host = torch.zeros(9)
+            values = torch.ones(9, device=gpu.device)
             gpu.runtime.lock_pages(host.view(torch.uint8))
             host.copy_(values, non_blocking=True)
             del values

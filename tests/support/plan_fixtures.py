@@ -118,7 +118,9 @@ class Replay:
 
     def run(self, program, ram, seed: int, *, bus: bool, visits: int | None = None) -> None:
         """`bus` False: a fetch does nothing, and the visit that needs it reads the slot."""
-        self._program, self._ram, self._bus = program, ram, bus
+        self._program = program
+        self._ram = ram
+        self._bus = bus
         self._at = {"disk": 0, "bus": 0, "device": 0}
         self._busy: set[str] = set()
         self._emptied: set[int] = set()  # RAM visits done
@@ -138,7 +140,9 @@ class Replay:
         assert not ended or self._at["bus"] == len(program.fetches)
 
     def _may_begin(self, who: str) -> bool:
-        number, program, ram = self._at[who], self._program, self._ram
+        number = self._at[who]
+        program = self._program
+        ram = self._ram
         if who == "disk":
             if number == len(ram.program.fetches):
                 return False
@@ -153,13 +157,15 @@ class Replay:
         return visit == DIRECT or self._at["disk"] > ram.program.visit_fetch[visit]
 
     def _begin(self, who: str, number: int) -> None:
-        program, ram = self._program, self._ram
+        program = self._program
+        ram = self._ram
         if who == "disk":
             slot = ram.program.fetches[number].buffer
             assert slot not in self._slots_being_read(), "a slot was filled while it was read"
             self.slots[slot] = None
         elif who == "bus":
-            fetch, visit = program.fetches[number], ram.visit_of_fetch[number]
+            fetch = program.fetches[number]
+            visit = ram.visit_of_fetch[number]
             if visit != DIRECT:
                 slot = ram.program.visit_buffer[visit]
                 assert self.slots[slot] == fetch.block.stored, "another block was read"
@@ -173,7 +179,8 @@ class Replay:
             assert self.buffers[program.visit_buffer[number]] == program.visits[number].key
 
     def _end(self, who: str, number: int) -> None:
-        program, ram = self._program, self._ram
+        program = self._program
+        ram = self._ram
         if who == "disk":
             fetch = ram.program.fetches[number]
             self.slots[fetch.buffer] = fetch.block

@@ -30,7 +30,8 @@ from wanstream.tests.support.offload.streaming import (
     stream,
 )
 
-BLOCKS, WIDTH = 6, 1024 if HAS_REAL else 128
+BLOCKS = 6
+WIDTH = 1024 if HAS_REAL else 128
 BLOCK_BYTES = 2 * 3 * WIDTH * WIDTH * 4
 STEPS = ["high", "high", "low", "low", "high"]
 POLICIES = {

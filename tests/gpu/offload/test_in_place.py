@@ -19,7 +19,8 @@ from wanstream.offload.host_memory.in_place import whole_pages
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.offload.streaming import LAYERWISE, attach, plainly, raise_at, stream
 
-WIDTH, BLOCKS = 37, 4
+WIDTH = 37
+BLOCKS = 4
 DEEP = OffloadPolicy.layerwise(3)
 POLICIES = [DEEP, OffloadPolicy.block_swap(2, 1), OffloadPolicy.layerwise(1, source="pinned")]
 
@@ -186,8 +187,10 @@ def test_tensors_that_are_copied_once_are_locked_until_then(gpu, ends, caplog):
 @pytest.mark.parametrize(("kind", "at"), [("blocks", 64), ("once", 0), ("once", 4000)])
 def test_tensors_in_the_same_pages_can_be_copied_meanwhile(gpu, make_stack, kind, at):
     """A driver refuses to copy partly locked memory."""
-    stack, storage = make_stack(BLOCKS, width=WIDTH), map_memory(64 * mmap.PAGESIZE)
-    weights, others = [], []
+    stack = make_stack(BLOCKS, width=WIDTH)
+    storage = map_memory(64 * mmap.PAGESIZE)
+    weights = []
+    others = []
     for linear in linears(stack):
         end = at + linear.weight.nbytes
         part = storage[at:end].view(torch.float32).view_as(linear.weight)

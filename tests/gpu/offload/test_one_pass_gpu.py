@@ -65,7 +65,8 @@ def test_a_tensor_takes_one_launch(device):
 
 
 def test_offsets_of_more_than_32_bits(gpu, device):
-    packing, count = QUANT_FORMATS["Q8_0"], 2**26 + 3
+    packing = QUANT_FORMATS["Q8_0"]
+    count = 2**26 + 3
     if gpu.runtime.memory().free < 8e9:
         pytest.skip("needs 8 GB of device memory")
     groups = torch.zeros(count, packing.nbytes, dtype=torch.uint8, device=device)

@@ -75,7 +75,8 @@ FROM_FILE_AND_RAM = [*zip(KINDS, [DEEP, PARTLY_PINNED] * 2, strict=True)]
 @pytest.mark.parametrize(("kind", "policy"), FROM_FILE_AND_RAM, ids=KINDS)
 def test_every_allocation_may_fail(kind, policy):
     """In any thread: a recognised error, nothing left from the run, and the engine runs again."""
-    failed, number = 0, 0
+    failed = 0
+    number = 0
     while failed == number:
         number += 1
         with checked_accelerator(number) as gpu:
@@ -100,7 +101,8 @@ def test_every_allocation_may_fail(kind, policy):
 @pytest.mark.parametrize("place", ["raw", "patched_fp8", "on_device_patched_fp8"])
 def test_every_allocation_of_two_ranks_may_fail(place):
     """A rank out of memory ends the other one's run too, and both meet again."""
-    failed, number = 0, 0
+    failed = 0
+    number = 0
     while failed == number:
         number += 1
         with checked_accelerator(number) as gpu:

@@ -74,7 +74,8 @@ def test_engines_in_turns_need_the_buffers_of_one(gpu, policy, residents):
     cases = [Case(gpu, policy), Case(gpu, policy)]
     cases[0].run()
     cases[0].check()
-    kept, reserved = residents * cases[0].source.formats[KEYS[0]].computed.nbytes, device.reserved
+    kept = residents * cases[0].source.formats[KEYS[0]].computed.nbytes
+    reserved = device.reserved
     for at in (1, 0, 1):
         other = cases[1 - at].engine
         assert other.loaded_bytes - other.release_idle_buffers() == other.loaded_bytes == kept

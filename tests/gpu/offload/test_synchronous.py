@@ -111,7 +111,8 @@ def test_visits_find_the_bits_of_the_cpu(machine, policy, fp8, patch, stop_at):
 
 
 def test_the_clock_waits_for_the_device(machine):
-    clock, values = clock_for(stand_in()), torch.zeros(3, device=stand_in())
+    clock = clock_for(stand_in())
+    values = torch.zeros(3, device=stand_in())
     machine.current_stream(0).delay()
     values.add_(1)
     start = clock.mark()
@@ -130,7 +131,8 @@ def test_it_counts_as_a_device_whose_memory_is_ram(machine):
 
 
 def test_second_thread_and_async_copy_are_reported():
-    memory, values = [], torch.zeros(4)
+    memory = []
+    values = torch.zeros(4)
     with pytest.raises(AssertionError, match="uses a device of another thread") as raised:
         with checked_machine(streams=False):
             memory.append(torch.empty(4, device=stand_in()))

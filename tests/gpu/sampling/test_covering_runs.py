@@ -212,7 +212,8 @@ TRIED = 20
 @pytest.mark.parametrize("policy", [OffloadPolicy.resident(), OffloadPolicy.layerwise(1)])
 @pytest.mark.parametrize("kind", ["raw", "GGUF with a LoRA"])
 def test_any_allocation_may_fail(tmp_path, make_tiny_expert, make_request, kind, policy):
-    model, path = make_tiny_expert(), tmp_path / ("expert" if kind == "raw" else "expert.gguf")
+    model = make_tiny_expert()
+    path = tmp_path / ("expert" if kind == "raw" else "expert.gguf")
     if kind == "raw":
         save_expert_file(model, path, dtype=torch.float32)
     else:

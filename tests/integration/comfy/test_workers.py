@@ -42,7 +42,8 @@ def served(with_ray, tmp_path_factory):
     with tools.running_server(with_ray, base) as server:
         signal.signal(signal.SIGINT, before)
         yield server
-        comfyui, workers = psutil.Process(server.process_id), workers_of(server)
+        comfyui = psutil.Process(server.process_id)
+        workers = workers_of(server)
         family = comfyui.children(recursive=True)
         comfyui.send_signal(signal.SIGINT)
         _, left = psutil.wait_procs([comfyui, *family], timeout=GONE_SECONDS)

@@ -16,7 +16,8 @@ from wanstream.tests.support.distributed.split_jobs import rendezvous
 from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.tests.support.sampling.runs import normal
 
-ULYSSES, CFG = Mesh(ulysses=2), Mesh(cfg=2)
+ULYSSES = Mesh(ulysses=2)
+CFG = Mesh(cfg=2)
 FEWER_LANES_LATE = {"guidance_steps": (4.0, 4.0, 4.0, 4.0, 3.0, 3.0, 1.0, 1.0)}
 """No negative lanes in the late steps."""
 RANDOM = random.Random(7)

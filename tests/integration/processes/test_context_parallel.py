@@ -20,7 +20,8 @@ from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.tests.support.sampling.runs import normal
 from wanstream.wan import Nag
 
-LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
+LAYERWISE = OffloadPolicy.layerwise(1)
+SWAP = OffloadPolicy.block_swap(2)
 CHUNKED = replace(LAYERWISE, chunk_tokens=8)
 
 

@@ -19,7 +19,8 @@ from wanstream.schema import Mesh, StateError
 from wanstream.tests.support.distributed import split_jobs
 
 LOOPBACK = "127.0.0.1"
-SHORT_S, LONG_S = 2.0, 50.0
+SHORT_S = 2.0
+LONG_S = 50.0
 
 # Jobs for the processes.
 

@@ -23,7 +23,8 @@ from wanstream.wan.checkpoint.open import open_expert
 RANKS = 4
 MOST = 1.15
 SHAPE = TinyShape(layers=128, heads=4, ffn_dim=2048)
-PINNED, FILE = OffloadPolicy.layerwise(1, source="pinned"), OffloadPolicy.layerwise(1)
+PINNED = OffloadPolicy.layerwise(1, source="pinned")
+FILE = OffloadPolicy.layerwise(1)
 
 NO_PSS = not Path("/proc/self/smaps_rollup").exists()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(NO_PSS, reason="the system reports no PSS")]
@@ -107,7 +108,8 @@ def _write_zeros(folder: Path) -> Path:
     header = {}
     end = 0
     for name, tensor in model.state_dict().items():
-        start, end = end, end + 2 * tensor.numel()
+        start = end
+        end += 2 * tensor.numel()
         header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     with (folder / "diffusion_pytorch_model.safetensors").open("wb") as file:

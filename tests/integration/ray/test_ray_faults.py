@@ -36,7 +36,8 @@ from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.distributed.worker.worker import Worker
 from wanstream.schema.refs import WorkersRef
 
-OWN, OTHER = "own node", "other node"
+OWN = "own node"
+OTHER = "other node"
 
 
 class RayError(Exception):
@@ -64,7 +65,8 @@ class FakeRay:
         self.folders: list[Path] = []
         self.ended = 0
         self.started = started()  # here, because the first report takes long on a busy machine
-        self.server, self.raylet_port = "127.0.0.1:1", 2
+        self.server = "127.0.0.1:1"
+        self.raylet_port = 2
 
     def init(self, *, _temp_dir, num_cpus, **_):
         self.folders.append(Path(_temp_dir))
@@ -205,9 +207,11 @@ def test_lost_workers_are_started_once_more(answers):
 def test_three_of_four_workers_start_side_by_side(ray, answers, monkeypatch):
     answers += [0.0] * 4
     with RayPool(WorkersRef(count=4), start_timeout_s=60.0) as pool:
-        before, starting = pool.workers, threading.Barrier(3)
+        before = pool.workers
+        starting = threading.Barrier(3)
         answers += [0.0] * 3
-        get, timeouts = ray.get, []
+        get = ray.get
+        timeouts = []
 
         def meet(answer: float | Exception, timeout: float) -> Started:
             timeouts.append(timeout)
@@ -246,7 +250,9 @@ def test_failed_replacement_does_not_end_the_others(ray, answers, monkeypatch):
 def test_closing_ends_all_replacements_in_flight(ray, answers, monkeypatch):
     answers += [0.0] * 3
     pool = RayPool(WorkersRef(count=3), start_timeout_s=60.0)
-    killed, starting, ended = list[object](), threading.Barrier(3), threading.Event()
+    killed = list[object]()
+    starting = threading.Barrier(3)
+    ended = threading.Event()
 
     def get(answer: float | Exception, timeout: float) -> Started:
         starting.wait(timeout)
@@ -300,7 +306,8 @@ def temporary(tmp_path, monkeypatch):
 
 
 def test_users_pattern_for_skipped_log_messages_is_kept(monkeypatch):
-    name, read = "RAY_DEDUP_LOGS_SKIP_REGEX", dict[str, str]()
+    name = "RAY_DEDUP_LOGS_SKIP_REGEX"
+    read = dict[str, str]()
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
     monkeypatch.setattr(importlib, "import_module", lambda _: read.update(os.environ))
     monkeypatch.delitem(sys.modules, "ray", raising=False)

@@ -90,7 +90,8 @@ def test_shared_request_is_stored_once_until_the_run_ends(pool, make_task, alone
 
 
 def test_questions_and_stops_are_heard_beside_a_run(pool, make_task, alone):
-    worker, pids = pool.workers[0], []
+    worker = pool.workers[0]
+    pids = []
     task = make_task(request=LONG)
 
     def on_report(report):

@@ -41,7 +41,8 @@ def test_an_address_where_nobody_listens_is_told_at_once():
 def test_helper_processes_import_nothing_from_the_folder(tmp_path, monkeypatch, safe):
     """Files in the current folder are not imported, with and without PYTHONSAFEPATH."""
     monkeypatch.setenv("PYTHONSAFEPATH", safe)
-    real, planted = tmp_path / "real", tmp_path / "planted"
+    real = tmp_path / "real"
+    planted = tmp_path / "planted"
     for folder in (real, planted):
         folder.mkdir()
     (real / "ray.py").write_text("def init(**_): pass\ndef shutdown(): pass")

@@ -22,7 +22,8 @@ from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.offload.fixtures import SlowSource
 from wanstream.tests.support.offload.streaming import attach, patched
 
-BLOCKS, WIDTH = 3, 16
+BLOCKS = 3
+WIDTH = 16
 NAMES = ("high", "low")
 HIDDEN = torch.linspace(-1, 1, WIDTH)[None]
 

@@ -137,7 +137,8 @@ class Server:
     def halt(self) -> None: ...
 
     def restart(self) -> None:
-        self.queue, self.history = [], {}
+        self.queue = []
+        self.history = {}
 
     def _enter(self, call: str) -> None:
         self.called(call)
@@ -214,7 +215,9 @@ class Mishaps:
     """Mishaps at calls chosen by a seed, with a limit that lets every run end."""
 
     def __init__(self, seed: int, count: int, share: float) -> None:
-        self.random, self.left, self._share = random.Random(seed), count, share
+        self.random = random.Random(seed)
+        self.left = count
+        self._share = share
         self._lock = threading.Lock()
         self.happened: list[str] = []
 
@@ -232,11 +235,13 @@ class Bench:
     """A client that can be started again and again on one folder. `limits` are the runners'."""
 
     def __init__(self, folder, *servers, rows=ROWS, size=1, **limits):
-        self.folder, self.servers = folder, [*servers]
+        self.folder = folder
+        self.servers = [*servers]
         self._store_type = SlowDisk if len(servers) > 1 else OutputStore
         self.rows = rows_of(rows) if isinstance(rows, int) else rows
         self.planner: Planner = plan_of(size)
-        self.reporter, self.stop = Reporter(), StopRequest()
+        self.reporter = Reporter()
+        self.stop = StopRequest()
         self.limits: dict[str, Any] = limits
         self.max_failures: int | None = None
         self.unreachable: set[str] = set()

@@ -137,7 +137,8 @@ PLACES: tuple[tuple[str, tuple[Make, ...]], ...] = (
 @contextmanager
 def foreign_thing(out: Path, place: str, make: Make, outside: Outside) -> Iterator[Path]:
     """Put a foreign thing in place of the existing one, inside the `with`."""
-    path, aside = out / place, outside.folder.parent / "aside"
+    path = out / place
+    aside = outside.folder.parent / "aside"
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(path):
         shutil.move(path, aside)

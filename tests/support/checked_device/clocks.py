@@ -89,12 +89,14 @@ class History:
                 if actor.clock.get(other.actor, -1) < other.time:
                     self._report(f"{race} {other.words}")
             if write:
-                segment.write, segment.reads = access, {}
+                segment.write = access
+                segment.reads = {}
             else:
                 segment.reads[access.actor] = access
 
     def _overlapping(self, start: int, stop: int) -> list[Segment]:
-        found, segments = [], []
+        found = []
+        segments = []
         for segment in self._segments:
             parts = [segment]
             for at in (start, stop):

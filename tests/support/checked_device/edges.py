@@ -49,11 +49,13 @@ def _receive(machine: Machine, clock: Clock | None) -> None:
 
 
 def _patch_threads(machine: Machine, patched: ExitStack) -> None:
-    start, join = threading.Thread.start, threading.Thread.join
+    start = threading.Thread.start
+    join = threading.Thread.join
     ends: WeakKeyDictionary[threading.Thread, Clock] = WeakKeyDictionary()
 
     def start_after(self: threading.Thread) -> None:
-        clock, run = _sent(machine), self.run
+        clock = _sent(machine)
+        run = self.run
 
         def ordered() -> None:
             _receive(machine, clock)

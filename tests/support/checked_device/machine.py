@@ -43,7 +43,8 @@ class Work:
     __slots__ = ("before", "end", "run", "slow", "stream")
 
     def __init__(self, stream, run, before, *, slow) -> None:
-        self.stream, self.before = stream, before
+        self.stream = stream
+        self.before = before
         self.run: Callable[[], object] | None = run
         self.end = 0.0
         """Execution time, for `Event.elapsed_time`."""
@@ -64,7 +65,8 @@ class Work:
         finally:
             machine.executing = False
         self.end = time.perf_counter()
-        self.run, self.before = None, []
+        self.run = None
+        self.before = []
 
 
 class Stream(Actor):
@@ -72,7 +74,8 @@ class Stream(Actor):
 
     def __init__(self, device: Device, name: str) -> None:
         super().__init__(name)
-        self.device, self.machine = device, device.machine
+        self.device = device
+        self.machine = device.machine
         self.pending: deque[Work] = deque()
         self.last: Work | None = None
         self._waits: list[Work] = []
@@ -132,7 +135,8 @@ class Event:
     """Implements `devices.Event`."""
 
     def __init__(self, machine: Machine, *, timing: bool = False) -> None:
-        self._machine, self._timing = machine, timing
+        self._machine = machine
+        self._timing = timing
         self.work: Work | None = None
         self.clock: Clock | None = None
 
@@ -223,7 +227,8 @@ class Block:
     """Allocated memory: a slab in use until the last tensor in it is deleted."""
 
     def __init__(self, slab: Slab, stream: Stream) -> None:
-        self.slab, self.stream = slab, stream
+        self.slab = slab
+        self.stream = stream
         weakref.finalize(self, stream.device.free, slab, stream).atexit = False
 
 
@@ -234,7 +239,9 @@ class Device:
     """
 
     def __init__(self, machine: Machine, index: int, capacity: int) -> None:
-        self.machine, self.index, self.total = machine, index, capacity
+        self.machine = machine
+        self.index = index
+        self.total = capacity
         self.capacity = capacity
         """Bytes that can be reserved, less than `total` under a limit."""
         self.default_stream = Stream(self, f"the default stream of device {index}")
@@ -454,11 +461,13 @@ class Machine:
 
     def lock_pages(self, memory: torch.Tensor) -> None:
         with self.lock:
-            start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
+            start = memory.data_ptr()
+            stop = memory.data_ptr() + memory.numel()
             total = sum(each.nbytes for each in self.locked.values())
             if total + memory.numel() > self.refuse_locks_beyond:
                 raise PageLockError("no more pages")
-            first, last = start // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
+            first = start // mmap.PAGESIZE
+            last = -(-stop // mmap.PAGESIZE)
             if any(
                 first < -(-(other + each.nbytes) // mmap.PAGESIZE) and other // mmap.PAGESIZE < last
                 for other, each in self.locked.items()
@@ -544,11 +553,13 @@ class Machine:
 
     def _locked_parts(self, memory: torch.Tensor) -> list[tuple[LockedRange, int, int]]:
         """Return the locked ranges in `memory`, each with start and end of the shared bytes."""
-        first, last = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        first = memory.data_ptr()
+        last = memory.data_ptr() + memory.nbytes
         parts = []
         # Copied, because another thread may lock memory meanwhile.
         for at, locked in list(self.locked.items()):
-            start, stop = max(first, at), min(last, at + locked.nbytes)
+            start = max(first, at)
+            stop = min(last, at + locked.nbytes)
             if start < stop:
                 parts.append((locked, start - at, stop - at))
         return parts
@@ -562,7 +573,8 @@ class Machine:
 
 def site() -> str:
     """Return file and line for the innermost caller in the product, else in the tests."""
-    frame, found = sys._getframe(1), ""
+    frame = sys._getframe(1)
+    found = ""
     while frame is not None:
         file = _file_of_project(frame.f_code.co_filename)
         if file is not None:

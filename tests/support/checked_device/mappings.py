@@ -27,7 +27,8 @@ class Pages:
         self.array = memory[start : start + nbytes]
         with torch.inference_mode(False):
             self.bytes = torch.from_numpy(self.array)
-        self.start, self.nbytes = self.bytes.data_ptr(), nbytes
+        self.start = self.bytes.data_ptr()
+        self.nbytes = nbytes
 
     def mapped(self, nbytes: int, unmap: Callable[[Pages], None]) -> torch.Tensor:
         """Return the first bytes as a tensor. `unmap` is called when the last view is deleted."""

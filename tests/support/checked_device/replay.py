@@ -20,11 +20,14 @@ from .machine import HostAccess, HostWait, Issued, Range, Stream, StreamWait, Tr
 
 def races(trace: Sequence[TraceEntry]) -> list[SynchronizationError]:
     """Return the accesses in `trace` that torch finds unordered."""
-    pieces, handler, found = _Pieces(trace), EventHandler(), []
+    pieces = _Pieces(trace)
+    handler = EventHandler()
+    found = []
     numbers: defaultdict[Stream | Work | HostAccess, int] = defaultdict(itertools.count(1).__next__)
 
     def launch(stream: int, accesses: Iterable[Range], words: str) -> None:
-        read, written = set(), set()
+        read = set()
+        written = set()
         for access in accesses:
             (written if access.write else read).update(pieces.of(access))
         names = {piece: [words] for piece in read | written}
@@ -65,6 +68,7 @@ class _Pieces:
         self._first = dict(zip(self._cuts, itertools.accumulate(counts, initial=1), strict=False))
 
     def of(self, access: Range) -> range:
-        points, first = self._cuts[access.history], self._first[access.history]
+        points = self._cuts[access.history]
+        first = self._first[access.history]
         start, stop = (bisect.bisect_left(points, at) for at in (access.start, access.stop))
         return range(first + start, first + stop)

@@ -83,7 +83,8 @@ class CheckedRuntime(DeviceRuntime):
 
     def reset_peaks(self) -> None:
         fake = self._fake
-        fake.peak_allocated, fake.peak_reserved = fake.allocated, fake.reserved
+        fake.peak_allocated = fake.allocated
+        fake.peak_reserved = fake.reserved
 
     def lock_pages(self, memory: torch.Tensor) -> None:
         active().lock_pages(memory)

@@ -60,7 +60,8 @@ class CheckedTensor(torch.Tensor):
             dtype=base.dtype,
             device=torch.device(NAME, block.stream.device.index),
         )
-        tensor.base, tensor.block = base, block
+        tensor.base = base
+        tensor.block = block
         return tensor
 
     @classmethod
@@ -263,7 +264,8 @@ def _copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
     if isinstance(into, CheckedTensor) and isinstance(source, CheckedTensor):
         machine.launches += 1
         device = into.block.stream.device
-        to, values = into.base, source.base
+        to = into.base
+        values = source.base
         _check_devices("copy_", [into, source], device)
         ranges = [into.range(write=True), source.range(write=False)]
         _issue(device, lambda: to.copy_(values), ranges, "copy")
@@ -280,7 +282,9 @@ def _copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
 
 
 def _to_device(into: CheckedTensor, source: torch.Tensor, *, non_blocking: bool) -> None:
-    machine, device, to = active(), into.block.stream.device, into.base
+    machine = active()
+    device = into.block.stream.device
+    to = into.base
     ranges = [into.range(write=True)]
     locked = machine.locked_range(source) if source.is_contiguous() else None
     if locked is None:
@@ -296,8 +300,10 @@ def _to_device(into: CheckedTensor, source: torch.Tensor, *, non_blocking: bool)
 
 
 def _to_host(into: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
-    device, values = source.block.stream.device, source.base
-    machine, ranges = active(), [source.range(write=False)]
+    device = source.block.stream.device
+    values = source.base
+    machine = active()
+    ranges = [source.range(write=False)]
     locked = machine.locked_range(into) if into.is_contiguous() else None
     if locked is not None:
         ranges += machine.host_ranges(into, locked, write=True)

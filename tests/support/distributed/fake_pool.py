@@ -47,8 +47,11 @@ class FakeRendezvous:
     """Votes in one rendezvous."""
 
     def __init__(self, size):
-        self._size, self._changed = size, threading.Condition()
-        self._here, self._votes, self._broken = 0, dict[int, list[bool]](), False
+        self._size = size
+        self._changed = threading.Condition()
+        self._here = 0
+        self._votes = dict[int, list[bool]]()
+        self._broken = False
 
     def come(self, timeout_s):
         with self._changed:
@@ -151,7 +154,8 @@ class FakeWorker:
         met.come(rendezvous.timeout_s)
 
     def _leave(self):
-        left, self._rendezvous = self._rendezvous, None
+        left = self._rendezvous
+        self._rendezvous = None
         if left is not None:
             left[1].leave()
 
@@ -181,7 +185,9 @@ class FakeWorker:
     def _take_steps(self, task, on_report):
         assert self._rendezvous is not None, "a task without a rendezvous"
         rendezvous, votes = self._rendezvous
-        step_plan, began, taken = task.request.step_plan, time.perf_counter(), list[StepRecord]()
+        step_plan = task.request.step_plan
+        began = time.perf_counter()
+        taken = list[StepRecord]()
         state = task.resume or RunState(
             next_step=step_plan.start_step, latents=task.request.noise, history={}
         )

@@ -15,7 +15,8 @@ from wanstream.distributed import WorkerLostError
 
 PLAIN = (str, int, float, bool, bytes, type(None))
 MARK = "mark"
-ROWS, STOPPING = "wanstream rows", "stopping service"
+ROWS = "wanstream rows"
+STOPPING = "stopping service"
 END_SECONDS = 30.0
 
 
@@ -50,18 +51,24 @@ class LocalActor:
     """
 
     def __init__(self, make, rank=0, *, down=2):
-        self._make, self.rank, self._down = make, rank, down
+        self._make = make
+        self.rank = rank
+        self._down = down
         self.service = make()
         self.calls: list[str] = []
         self.without_ray = False
-        self.restarts, self._left, self._killed = 0, 0, False
+        self.restarts = 0
+        self._left = 0
+        self._killed = False
         self._lock = threading.Lock()
 
     def kill(self):
         """End the process. The thread goes on for a moment, as on a machine that was cut off."""
         with self._lock:
             if not self._killed:
-                service, self._left, self._killed = self.service, self._down, True
+                service = self.service
+                self._left = self._down
+                self._killed = True
                 threading.Thread(target=service.stop, name=STOPPING, daemon=True).start()
 
     def call(self, method, *args):
@@ -77,14 +84,16 @@ class LocalActor:
             self.kill()
             return Future()
         with self._lock:
-            lost, service = self._lost(started=False), self.service
+            lost = self._lost(started=False)
+            service = self.service
         return lost or _answer(lambda: getattr(service, method)(*args))
 
     def restarted(self, started):
         """See `Actor.restarted`."""
         assert started == "started"
         self.restarts += 1
-        self._killed, self.service = False, self._make()
+        self._killed = False
+        self.service = self._make()
 
     def has_ray(self):
         """See `Actor.has_ray`."""

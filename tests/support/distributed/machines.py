@@ -63,7 +63,9 @@ class Machine:
     """
 
     def __init__(self, name: str, network: str, address: str, folder: Path, models: str) -> None:
-        self.name, self.address, self.models = name, address, Path(models)
+        self.name = name
+        self.address = address
+        self.models = Path(models)
         self._folder = folder
         for each in ("tmp", "models"):
             (folder / each).mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,8 @@ def serve(here, address, key, rank, short_at, machine):
         return pair if short_at is None else ShortPair(pair, once(short_at))
 
     worker = Worker("cpu", threads=1, experts=ExpertsRegistry(opened), machine=machine)
-    lock, runs = threading.Lock(), WorkThread("runs")
+    lock = threading.Lock()
+    runs = WorkThread("runs")
     with Client(address, authkey=key) as connection:
 
         def send(number, kind, value):
@@ -67,7 +68,8 @@ class ProcessWorker:
         self._process = process
         self._connection = connection
         self.pid: int = process.pid
-        self._lock, self._numbers = threading.Lock(), itertools.count()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
         self._waiting = {}  # future and report function by number
         self._gone = False
         self._lost_one = True
@@ -134,7 +136,8 @@ class ProcessWorker:
                 future.set_result(value)
         with self._lock:
             self._gone = True
-            waiting, self._waiting = self._waiting, {}
+            waiting = self._waiting
+            self._waiting = {}
         for future, _ in waiting.values():
             future.set_exception(self._lost())
 

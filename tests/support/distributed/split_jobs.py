@@ -69,7 +69,9 @@ class SplitProcesses:
     """Processes on "cpu" or "cuda" that join as the ranks of one mesh. Call `leave` at the end."""
 
     def __init__(self, processes, device="cpu"):
-        self.processes, self.device, self.count = processes, device, 0
+        self.processes = processes
+        self.device = device
+        self.count = 0
         self.pids: list[int] = []
 
     def join(self, mesh, **changes):
@@ -155,7 +157,8 @@ class Crossed(TorchDispatchMode):
         elif name.startswith("_c10d_functional.all_gather_into_tensor"):
             self.nbytes += output.nbytes - args[0].nbytes
         elif name.startswith("c10d.allgather_"):
-            outputs, inputs = args[0][0], args[1][0]
+            outputs = args[0][0]
+            inputs = args[1][0]
             self.nbytes += sum(tensor.nbytes for tensor in outputs) - inputs.nbytes
         return output
 
@@ -199,7 +202,8 @@ def job_run_compiled(here, experts, *run):
     shares = []
     for compiler in (None, "eager", "eager"):
         compute_with(here, experts, compiler)
-        before, graphs = here.groups.gathered_bytes, get_compiler("eager").graphs
+        before = here.groups.gathered_bytes
+        graphs = get_compiler("eager").graphs
         latents = compute_share(here, experts, *run)
         gathered = here.groups.gathered_bytes - before
         compiled = get_compiler("eager").graphs - graphs
@@ -260,7 +264,10 @@ def job_hold(here, counting, dtype, lanes, chunk_tokens):
 
     And the estimate for it.
     """
-    latent, text, width, ffn_dim = (5, 40, 56), 16, 512, 1382
+    latent = (5, 40, 56)
+    text = 16
+    width = 512
+    ffn_dim = 1382
     model = in_dtype(make_expert(TinyShape(heads=4, layers=2, ffn_dim=ffn_dim), seed=1), dtype)
     model = with_our_blocks(model, math=TorchMath(), chunk_tokens=chunk_tokens)
     inputs = [
@@ -294,7 +301,8 @@ def job_use_attention_with_lse(here, used):
 
 def job_offer_int8_attention(here, offered):
     if offered:
-        here.check_usable, engine.check_usable = engine.check_usable, lambda *_: None
+        here.check_usable = engine.check_usable
+        engine.check_usable = lambda *_: None
         sys.modules["comfy_kitchen"] = kitchen(partial(attention_of_all_tokens, here))
     else:
         engine.check_usable = here.check_usable

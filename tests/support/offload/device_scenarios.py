@@ -38,7 +38,8 @@ from wanstream.tests.support.accelerator import HAS_REAL, Accelerator
 from wanstream.tests.support.offload.fixtures import ThreadGroup, in_threads
 from wanstream.tests.support.polling import eventually
 
-COUNT, WIDTH = 4, 1024 if HAS_REAL else 16
+COUNT = 4
+WIDTH = 1024 if HAS_REAL else 16
 KEYS = [BlockKey("high", index) for index in range(COUNT)]
 RANK = 4
 
@@ -285,7 +286,8 @@ class Case:
         matrix = self.source.decoded(key)
         if strength == 0 or key not in KEYS[::2]:
             return matrix
-        matrix, patch = matrix.to(self.gpu.device), self._patch(key, strength)
+        matrix = matrix.to(self.gpu.device)
+        patch = self._patch(key, strength)
         if patch.full is not None:
             matrix = matrix + patch.full.to(matrix)
         return torch.addmm(matrix, patch.up.to(matrix), patch.down.to(matrix)).cpu()
@@ -348,7 +350,8 @@ def streamed(gpu: Accelerator, **how: Any) -> None:
 @scenarios(**KINDS)
 def recorded(gpu: Accelerator, **how: Any) -> None:
     """All times of a run are read."""
-    case, recorder = Case(gpu, **how), Recorder(gpu.device)
+    case = Case(gpu, **how)
+    recorder = Recorder(gpu.device)
     form = case.source.formats[KEYS[0]]
     case.run(recorder=recorder)
     raw_slots = 0 if form.is_raw else 2 * form.stored.nbytes
@@ -363,7 +366,8 @@ def recorded(gpu: Accelerator, **how: Any) -> None:
 @scenario
 def copied_once(gpu: Accelerator) -> None:
     """Tensors are unlocked behind their copies, not with the locking object."""
-    memory, clock = map_memory(2 * mmap.PAGESIZE).fill_(7), clock_for(gpu.device)
+    memory = map_memory(2 * mmap.PAGESIZE).fill_(7)
+    clock = clock_for(gpu.device)
     locked = LockedTensors([memory], gpu.runtime)
     gpu.delay()
     copy = locked.copy(memory)
@@ -376,7 +380,8 @@ def copied_once(gpu: Accelerator) -> None:
 @scenario
 def pace(gpu: Accelerator) -> None:
     """The host is at most `PACE` visits ahead of the device, to be able to cancel."""
-    case, ends = Case(gpu, RESIDENT), []
+    case = Case(gpu, RESIDENT)
+    ends = []
     case.run()
     with case.engine.run(step_visits(["high"] * 2, case.engine.block_counts)) as run:
         for number, visit in enumerate(run.program.visits):
@@ -491,7 +496,8 @@ def memory_released(gpu: Accelerator, **how: Any) -> None:
     case.engine.allocate_buffers()
     for nbytes in (1, 1 << 60):
         case.run_apart(1, delay=1)
-        loaded, allocated = case.engine.loaded_bytes, gpu.runtime.active_bytes()
+        loaded = case.engine.loaded_bytes
+        allocated = gpu.runtime.active_bytes()
         released = case.engine.release_memory(nbytes)
         assert loaded - case.engine.loaded_bytes == released
         assert allocated - gpu.runtime.active_bytes() >= released, "the allocator lacks some of it"
@@ -544,7 +550,8 @@ class Ranks:
     """
 
     def __init__(self, gpu, policy=LAYERWISE, *, on_device=False, **how) -> None:
-        self.gpu, self.on_device = gpu, on_device
+        self.gpu = gpu
+        self.on_device = on_device
         self.cases = [Case(gpu, policy, sharded=each, **how) for each in self._new_group()]
 
     def run(self, passes: int = 2, *, apart: bool = False, **how: Any) -> None:

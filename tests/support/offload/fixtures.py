@@ -158,7 +158,9 @@ class ThreadGather:
     """Gather for one rank."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
-        self.group, self.rank, self.size = group, rank, group.size
+        self.group = group
+        self.rank = rank
+        self.size = group.size
 
     def compare(self, statements: bytes) -> tuple[bytes, ...]:
         self.group.statements[self.rank] = statements
@@ -188,7 +190,8 @@ class ThreadGather:
         if runtime is None:
             self._wait(self.group.gathering)
             return
-        stream, event = runtime.current_stream(), runtime.event()
+        stream = runtime.current_stream()
+        event = runtime.event()
         event.record(stream)
         events[self.rank] = event
         self._wait(self.group.gathering)

@@ -81,16 +81,20 @@ class _Switches(ast.NodeTransformer):
         self._rounds = 0
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        self._path, before, self._method_of = (*self._path, node.name), self._path, node.name
+        before = self._path
+        self._path = (*before, node.name)
+        self._method_of = node.name
         self.generic_visit(node)
-        self._path, self._method_of = before, ""
+        self._path = before
+        self._method_of = ""
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         depth = 2 if self._method_of else 1
         if len(self._path) == depth:  # a function in a function is part of it
             return self.generic_visit(node)
-        self._path, before = (*self._path, node.name), self._path
+        before = self._path
+        self._path = (*before, node.name)
         self.generic_visit(node)
         self._path = before
         return node
@@ -107,7 +111,8 @@ class _Switches(ast.NodeTransformer):
         return ast.copy_location(loop, node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        called, text = ast.unparse(node.func), ast.unparse(node)
+        called = ast.unparse(node.func)
+        text = ast.unparse(node)
         if isinstance(node.func, ast.Attribute):
             node.func.value = self.visit(node.func.value)
         node.args = [self.visit(argument) for argument in node.args]

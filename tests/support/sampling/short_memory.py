@@ -30,7 +30,10 @@ class ShortPair:
         *,
         behind: bool = False,
     ) -> None:
-        self._pair, self._short, self._error, self._behind = pair, short, error, behind
+        self._pair = pair
+        self._short = short
+        self._error = error
+        self._behind = behind
         self.policies = list[OffloadPolicy]()
         self.uses = 0
         self.left = list[Any]()

@@ -18,7 +18,8 @@ from wanstream.wan import ExpertEngine, Lane
 from wanstream.wan.checkpoint.key_names import native_transformer_name
 
 Tensors = dict[str, torch.Tensor]
-RANK, ALPHA = 4, 2.0
+RANK = 4
+ALPHA = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +150,8 @@ def wait_for_embedders(engine: ExpertEngine) -> int:
 def triton_math():
     """The module with Triton's set, with kernels for Triton's interpreter."""
     pytest.importorskip("triton")
-    folder, package = Path(block_kernels.__file__).parent, "wanstream.block_kernels"
+    folder = Path(block_kernels.__file__).parent
+    package = "wanstream.block_kernels"
     own = ("triton_rows", "triton_math")
 
     def imported() -> list[str]:

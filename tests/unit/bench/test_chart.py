@@ -92,7 +92,8 @@ def test_switch_is_marked(words):
 def test_runs_and_the_prediction_are_lines_at_their_heights():
     runs = map(make_timeline, (2, 4, 3))
     chart = pixels(make_variant("a", *runs, predicted=make_timeline(1.5, kind="simulated")))
-    bar, floor = painted(chart, "high"), max(np.flatnonzero(painted(chart, "high").any(axis=1)))
+    bar = painted(chart, "high")
+    floor = max(np.flatnonzero(painted(chart, "high").any(axis=1)))
     height = floor - min(np.flatnonzero(bar.any(axis=1)))
     middle = round(float(np.mean(np.flatnonzero(bar[floor]))))
     whisker = np.flatnonzero(painted(chart, "ink")[:floor, middle - 2 : middle + 3].any(axis=1))

@@ -77,7 +77,8 @@ def test_json_holds_every_timeline_as_it_is(report):
 def test_csv_has_a_line_for_each_step_of_each_run(report):
     lines = [*csv.DictReader(io.StringIO(csv_document(report)))]
     assert len(lines) == 5 + 5 + 2
-    counted, run = lines[5:10], report.variants[0].measured[0]
+    counted = lines[5:10]
+    run = report.variants[0].measured[0]
     for line, step in zip(counted, run.steps, strict=True):
         assert (line["variant"], line["run"], line["warmup"]) == ("a", "2", "0")
         for name, value in step.to_dict().items():

@@ -114,7 +114,8 @@ def test_usual_run_is_the_one_in_the_middle():
 
 
 def test_cache_has_a_share_of_shortened_steps():
-    share, plain = figure("Steps in which a cache skipped blocks"), make_timeline(2, 2, 2, 2)
+    share = figure("Steps in which a cache skipped blocks")
+    plain = make_timeline(2, 2, 2, 2)
     assert share.of(plain) is None
     steps = zip(plain.steps, ((0, 0), (1, 0), (2, 39), (2, 39)), strict=True)
     cached = (replace(step, skipped_lanes=lanes, skipped_visits=n) for step, (lanes, n) in steps)

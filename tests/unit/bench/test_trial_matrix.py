@@ -4,7 +4,8 @@ from wanstream.bench.trial_matrix import MatrixError, Setting, TrialMatrix
 from wanstream.plan import AutoOffload, Budgets
 from wanstream.schema import OffloadPolicy
 
-LAYERWISE, PINNED = OffloadPolicy.layerwise(), OffloadPolicy.block_swap(20, 2, source="pinned")
+LAYERWISE = OffloadPolicy.layerwise()
+PINNED = OffloadPolicy.block_swap(20, 2, source="pinned")
 
 
 def names(policies="", prefetch="", steps="", base=LAYERWISE) -> list[str]:

@@ -15,7 +15,8 @@ from wanstream.schema.refs import Attention
 from wanstream.tests.support.wan.blocks import Operations, block_inputs, computed, diffusers_block
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda:0")
 FP32 = torch.float32
 BF16 = torch.bfloat16
 IMPORTS = {"flash": "flash_attn", "flash 3": "flash_attn_interface", "sage": "sageattention"}

@@ -20,7 +20,8 @@ from wanstream.wan import Nag
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
 from wanstream.wan.transformer.compiled_block import get_compiler
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 BF16 = torch.bfloat16
 SDPA = Kernels(attention="sdpa")
 INT8 = Kernels(attention="int8")

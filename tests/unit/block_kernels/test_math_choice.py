@@ -24,7 +24,8 @@ from wanstream.tests.support.wan.blocks import block_inputs, diffusers_block
 from wanstream.wan.measurement.meter import _set_codes
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTH = 256
 
@@ -119,7 +120,9 @@ class Counted(TorchDispatchMode):
 
     def __init__(self, least: int) -> None:
         super().__init__()
-        self.least, self.operations, self.bytes = least, 0, 0
+        self.least = least
+        self.operations = 0
+        self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -154,7 +157,9 @@ def test_operations_and_traffic_of_a_visit(name, request, monkeypatch):
 
     A Triton kernel launch is one operation on its tensors.
     """
-    tokens, heads, ffn_dim = 192, 2, 691  # feed-forward: 2.7 times the width, as in Wan2.2
+    tokens = 192
+    heads = 2
+    ffn_dim = 691  # feed-forward: 2.7 times the width, as in Wan2.2
     counted = Counted(tokens * WIDTH // 2)
     if name.startswith("triton"):
         module = request.getfixturevalue("triton_math")

@@ -33,7 +33,8 @@ from wanstream.tests.support.wan.number_formats import MixedLayout
 from wanstream.wan import open_experts
 from wanstream.wan.measurement import with_resolved_precision
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 FP32 = torch.float32
 
 
@@ -135,7 +136,8 @@ def test_wrong_products_and_errors_are_found(monkeypatch):
     by_torch = module.multiplications(module.CODE_FORMATS.values(), CPU, FP32)
 
     def unrotated(layer: Int8Linear, tokens: torch.Tensor) -> torch.Tensor:
-        layer.group, layer.rotation = 0, []
+        layer.group = 0
+        layer.rotation = []
         return right(layer, tokens)
 
     def raising(error: Exception) -> Callable[..., torch.Tensor]:

@@ -11,7 +11,8 @@ from torch import nn
 from wanstream.block_kernels import TokenChunks
 from wanstream.tests.support.offload.alive_tensors import Alive
 
-WIDTH, HIDDEN = 16, 64
+WIDTH = 16
+HIDDEN = 64
 
 
 class Gated(nn.Module):

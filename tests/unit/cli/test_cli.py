@@ -30,7 +30,8 @@ def broken(document, chance):
     """Return a copy with one to three places replaced, removed or added."""
     document = json.loads(json.dumps(document))
     for _ in range(chance.randint(1, 3)):
-        place, way = document, []
+        place = document
+        way = []
         while isinstance(place, dict | list) and place and (not way or chance.random() < 0.75):
             keys = [*place] if isinstance(place, dict) else range(len(place))
             key = chance.choice(keys)

@@ -49,7 +49,8 @@ def cells(line: str) -> list[str]:
 
 def test_table_and_json_have_the_planners_own_figures(capsys):
     assert main(plan_command()) == 0
-    printed, expected = capsys.readouterr().out, _plan(ASKED)
+    printed = capsys.readouterr().out
+    expected = _plan(ASKED)
     lines = printed.splitlines()
     assert lines[0].startswith("simulated for RTX 4060 Ti 16GB, 34.4 GB of RAM, files at 3.50 GB/s")
     assert lines[0].endswith("; multiplied in bf16")

@@ -46,7 +46,8 @@ def test_file_is_the_quantised_model(form, model, tmp_path):
     stored = load_file(written)
     layers = {native_layer(name): linear for name, linear in block_linears(model).items()}
     for layer, linear in layers.items():
-        codes, scale = stored[f"{layer}.weight"], stored[f"{layer}.weight_scale"]
+        codes = stored[f"{layer}.weight"]
+        scale = stored[f"{layer}.weight_scale"]
         expected = int8_convrot(linear.weight).tensors
         error = codes.float() * scale - expected["weight"].float() * expected["weight_scale"]
         # Rotations differ in the last bits between fp32 and float64.

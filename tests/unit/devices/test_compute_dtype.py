@@ -16,7 +16,9 @@ from wanstream.schema.refs import ExpertsRef
 from wanstream.wan.experts.open import open_experts, open_pair
 from wanstream.wan.text import open_text_encoder
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 CPU = torch.device("cpu")
 
 
@@ -78,7 +80,8 @@ def test_a_choice_wins_and_several_devices_use_the_widest():
 def test_auto_dtype_of_models(units, tiny_expert_file, tiny_pipeline, pretend_cpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     pretend_cpu(bf16=units)
-    file, expected = tiny_expert_file(), BF16 if units else FP32
+    file = tiny_expert_file()
+    expected = BF16 if units else FP32
     ref = ExpertsRef(high_noise=file, single=True)
     with open_experts(file, file) as pair, open_pair(ref) as one:
         assert pair.compute_dtype == one.compute_dtype == expected

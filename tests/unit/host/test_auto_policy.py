@@ -24,7 +24,8 @@ from wanstream.tests.support.plan_fixtures import predicted, run_shape
 from wanstream.tests.support.sampling.steps import changed_step
 
 GB = 10**9
-CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
 WEIGHTS = Path("high.safetensors")
 
 BUS = Bus(h2d_bytes_per_s=24e9, h2d_pageable_bytes_per_s=6e9, d2h_bytes_per_s=24e9)
@@ -144,7 +145,9 @@ def test_nothing_is_revised_without_a_reason():
 
 
 class _Pair:
-    loaded_bytes, host_bytes, shared_bytes = 5 * GB, 3 * GB, 0
+    loaded_bytes = 5 * GB
+    host_bytes = 3 * GB
+    shared_bytes = 0
 
 
 def test_free_memory_includes_that_of_the_experts():

@@ -243,7 +243,8 @@ def test_gguf_files_are_offered_for_experts_and_text_encoders(tmp_path):
 
 
 def test_names_are_kept_until_a_folder_changes(tmp_path):
-    names, top = CachedFileNames(GGUF_FILES), tmp_path / "models"
+    names = CachedFileNames(GGUF_FILES)
+    top = tmp_path / "models"
     deep = top / "sub" / "deep"
     assert names.below(top) == ()
     _touch(top / "a.gguf")

@@ -11,7 +11,8 @@ from wanstream.sampling.cache.settings import PRESETS, EasyCache, FirstBlockCach
 from wanstream.tests.support.host.shipped import node, shipped, timeline
 
 CACHE = {"kind": "first_block_cache", "preset": "usual", "threshold": 0.05}
-LAYERS, STEPS = 4, 4
+LAYERS = 4
+STEPS = 4
 
 
 def workflow(cache=None, **settings):

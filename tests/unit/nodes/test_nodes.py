@@ -32,7 +32,8 @@ NODES = given.PACK
 EACH_NODE = pytest.mark.parametrize("node", NODES, ids=lambda node: node.__name__)
 CATEGORIES = {"loaders", "offload", "sampling", "video", "benchmark"}
 MOST_STATEMENTS = 14
-FILE, LATENT_FILE = "x.safetensors", "x.latent"
+FILE = "x.safetensors"
+LATENT_FILE = "x.latent"
 
 Node = type[io.ComfyNode]
 
@@ -346,7 +347,9 @@ def messages_in(page: str, title: str) -> list[list[str]]:
 
 @EACH_NODE
 def test_chinese_page_agrees_with_the_english_one(node):
-    schema, english, chinese = node.define_schema(), page_of(node), page_of(node, "zh")
+    schema = node.define_schema()
+    english = page_of(node)
+    chinese = page_of(node, "zh")
     said = CHINESE[schema.node_id]
     assert chinese.splitlines()[0] == f"# {said['display_name']}"
     lines = section(chinese, "输入").split("\n")[1:-2]

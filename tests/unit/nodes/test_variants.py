@@ -27,7 +27,8 @@ VAE_5B = "wan2.2_vae.safetensors"
 SIZE = {"width": 64, "height": 32, "frames": 9, "batch_size": 1}
 PAIR = {**SETTINGS, "steps": 2, "switch_step": 1, "guidance_high": 3.0, "guidance_low": 3.0}
 UNGUIDED = {**PAIR, "guidance_high": 1.0, "guidance_low": 1.0}
-FUN, BERNINI = "wan2.2_fun_control_{}_noise_14B_fp8_scaled", "wan2.2_bernini_r_{}_noise_fp8_scaled"
+FUN = "wan2.2_fun_control_{}_noise_14B_fp8_scaled"
+BERNINI = "wan2.2_bernini_r_{}_noise_fp8_scaled"
 FUN_21 = "wan2.1_fun_control_1.3B_bf16"
 
 pytestmark = pytest.mark.usefixtures("opened_test_model")

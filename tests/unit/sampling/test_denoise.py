@@ -375,7 +375,8 @@ def test_a_run_that_ends_early_leaves_no_thread(pair, make_request, fails):
 
 def test_the_environment_asks_for_a_trace(open_pair, make_request, tmp_path, monkeypatch):
     monkeypatch.setenv("WANSTREAM_TRACE", str(tmp_path / "traces"))
-    pair, request = open_pair(), make_request()
+    pair = open_pair()
+    request = make_request()
     timeline = run(pair, request).timeline
     run(pair, request, observe=TelemetryOptions())
     (file,) = (tmp_path / "traces").iterdir()
@@ -419,7 +420,8 @@ def loras(lora_file, lightning):
     """
     found = []
     for seed in (3, 4):
-        tensors, generator = lightning(seed=seed), torch.Generator().manual_seed(seed)
+        tensors = lightning(seed=seed)
+        generator = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
             return 0.1 * torch.randn(*shape, generator=generator)

@@ -80,8 +80,10 @@ def test_a_run_continued_from_a_file_gives_the_same_bits(make_task, states_of, t
 
 
 def test_a_file_is_on_disk_before_it_has_its_name(make_task, states_of, tmp_path, monkeypatch):
-    task, calls = make_task(), list[str]()
-    sync, rename = os.fsync, Path.replace
+    task = make_task()
+    calls = list[str]()
+    sync = os.fsync
+    rename = Path.replace
 
     def synced(handle: int) -> None:
         calls.append("sync")
@@ -172,7 +174,8 @@ def test_states_of_a_part_are_no_states_of_another(make_task, states_of, tmp_pat
     [(None, False), (SamplingCancelled, False), (ValueError, True), (SystemExit, True)],
 )
 def test_states_are_kept_after_errors_only(error, kept, make_task, states_of, tmp_path):
-    task, folder = make_task(), tmp_path / "states"
+    task = make_task()
+    folder = tmp_path / "states"
     expected = nullcontext() if error is None else pytest.raises(error)
     with expected, saved_run(folder, task.request) as saved:
         saved.save(0, states_of(task)[0])
@@ -273,10 +276,12 @@ def test_a_loaded_state_does_not_keep_its_file_open(make_task, states_of, tmp_pa
 
 
 def test_versions_of_files_follow_links_and_ignore_broken_ones(tmp_path):
-    component, pipeline = tmp_path / "component", tmp_path / "pipeline"
+    component = tmp_path / "component"
+    pipeline = tmp_path / "pipeline"
     for folder in (component, pipeline):
         folder.mkdir()
-    weights, lora = component / "model.safetensors", tmp_path / "lora.sft"
+    weights = component / "model.safetensors"
+    lora = tmp_path / "lora.sft"
     for file in (weights, lora):
         file.write_bytes(b"1")
     (pipeline / "transformer").symlink_to(component)

@@ -31,7 +31,8 @@ def test_cells_hold_all_workers_once_and_share_data_and_stage(mesh):
 
 @given(MESHES, st.data())
 def test_group_of_an_axis_has_workers_that_differ_in_it(mesh, data):
-    rank, places = data.draw(st.integers(0, mesh.size - 1)), coordinates(mesh)
+    rank = data.draw(st.integers(0, mesh.size - 1))
+    places = coordinates(mesh)
     assert len(places) == mesh.size
     for axis, degree in mesh.degrees:
         others = {**places[rank], axis: None}

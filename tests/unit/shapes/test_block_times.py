@@ -27,7 +27,8 @@ def test_eight_bits_are_chosen_only_if_they_pay():
 
 
 def test_rates_predict_the_times_that_they_come_from():
-    shape, tokens = ExpertShape(), 7800
+    shape = ExpertShape()
+    tokens = 7800
     times = {"": _times(1.0), "fp8": _times(0.7), "int8": _times(2.2), "absurd": _times(0.01)}
     rates = block_rates(times, shape, tokens)
     linear = shape.linear_flops(tokens)

@@ -20,7 +20,8 @@ from wanstream.tools.locales import (
 )
 
 NAMES = english_names(NODES)
-ENGLISH, CHINESE = read_locale(LOCALES / "en") | {"nodeDefs": NAMES}, read_locale(LOCALES / "zh")
+ENGLISH = read_locale(LOCALES / "en") | {"nodeDefs": NAMES}
+CHINESE = read_locale(LOCALES / "zh")
 MADE_FROM = read(LOCALES / "zh" / "made_from.json")
 PAGE = (LOCALES.parent / "web" / "overlay" / "page.mjs").read_text(encoding="utf-8")
 I18N = (LOCALES.parent / "web" / "overlay" / "i18n.mjs").read_text(encoding="utf-8")
@@ -117,7 +118,8 @@ def test_translation_has_the_same_figures():
 
 
 def test_translation_names_the_same_nodes_and_settings():
-    nodes, inputs = names("nodes"), names("inputs")
+    nodes = names("nodes")
+    inputs = names("inputs")
     for key, (english, chinese) in PAIRS.items():
         for name, translated in nodes.items():
             for form in (name, name.partition(" (")[0]):
@@ -129,7 +131,8 @@ def test_translation_names_the_same_nodes_and_settings():
 
 
 def test_translation_keeps_to_the_glossary():
-    nodes, terms = names("nodes"), glossary()
+    nodes = names("nodes")
+    terms = glossary()
     for key, (english, chinese) in PAIRS.items():
         for name in nodes:
             english = english.replace(name, "").replace(name.partition(" (")[0], "")

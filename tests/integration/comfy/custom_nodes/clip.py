@@ -39,7 +39,9 @@ def sizes(tensors):
 
 
 class TestClip:
-    RETURN_TYPES, FUNCTION, CATEGORY = ("CLIP",), "load", "test"
+    RETURN_TYPES = ("CLIP",)
+    FUNCTION = "load"
+    CATEGORY = "test"
 
     @classmethod
     def INPUT_TYPES(cls):

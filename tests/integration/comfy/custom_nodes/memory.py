@@ -12,7 +12,10 @@ import torch
 class TestHeld:
     """Process memory after the prompt, without garbage and the allocator's free lists."""
 
-    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "report", True, "test"
+    RETURN_TYPES = ()
+    FUNCTION = "report"
+    OUTPUT_NODE = True
+    CATEGORY = "test"
 
     @classmethod
     def INPUT_TYPES(cls):
@@ -36,7 +39,9 @@ class TestHeld:
 class TestTakeDevice:
     """Takes all but `leave` device bytes until the next prompt, and passes a latent on."""
 
-    RETURN_TYPES, FUNCTION, CATEGORY = ("LATENT",), "take", "test"
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "take"
+    CATEGORY = "test"
     taken = None
 
     @classmethod

@@ -29,7 +29,9 @@ def allow_small_models():
 class TestFamily:
     """CONDITIONING and LATENT for a family's tiny model."""
 
-    RETURN_TYPES, FUNCTION, CATEGORY = ("CONDITIONING", "CONDITIONING", "LATENT"), "make", "test"
+    RETURN_TYPES = ("CONDITIONING", "CONDITIONING", "LATENT")
+    FUNCTION = "make"
+    CATEGORY = "test"
 
     @classmethod
     def INPUT_TYPES(cls):
@@ -45,7 +47,10 @@ class TestFamily:
 class TestDigest:
     """A latent's bytes as text."""
 
-    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "digest", True, "test"
+    RETURN_TYPES = ()
+    FUNCTION = "digest"
+    OUTPUT_NODE = True
+    CATEGORY = "test"
 
     @classmethod
     def INPUT_TYPES(cls):

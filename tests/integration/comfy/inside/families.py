@@ -194,7 +194,9 @@ def _clip(*, tokens, width, seed=30):
     return output
 
 
-TIME, HEIGHT, WIDTH = 2, 8, 6
+TIME = 2
+HEIGHT = 8
+WIDTH = 6
 WAN_TEXT = 4096, 12, 12
 CLIP_VISION = {"tokens": 5, "width": 1280}
 
@@ -531,7 +533,8 @@ def write_lora(kind, path, weights):
 
     The weights are the diffusion model's, by name. Only their shapes matter.
     """
-    generator, stored = torch.Generator().manual_seed(5), {}
+    generator = torch.Generator().manual_seed(5)
+    stored = {}
 
     def random(*shape):
         return torch.randn(shape, generator=generator)

@@ -383,7 +383,8 @@ def test_timeouts_of_workflows_and_files_are_longer(canned, monkeypatch):
     canned.pause_s = 0.8
     canned.call("post")
     canned.answers["/view"] = (200, b"123456")
-    canned.pause_s, canned.byte_s = 0.0, 0.15
+    canned.pause_s = 0.0
+    canned.byte_s = 0.15
     canned.call("fetch")
     assert canned.part.read_bytes() == b"123456"
 

@@ -7,7 +7,9 @@ import pytest
 from wanstream.benchmarks.offload_case.predict import longer_run
 from wanstream.schema.records import StepRecord, Timeline
 
-BLOCKS, VISIT_S, OUTSIDE_S = 8, 0.25, 0.5
+BLOCKS = 8
+VISIT_S = 0.25
+OUTSIDE_S = 0.5
 
 
 def measured(stall_s: float) -> Timeline:

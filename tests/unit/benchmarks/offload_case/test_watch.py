@@ -59,7 +59,8 @@ def test_process_above_its_limit_is_killed(tmp_path):
     try:
         with linux.limited_group(100 * MB) as group:
             large = watch(group.command([*python, "x = bytearray(b'x' * 300_000_000)"]), **given)
-            kills, peak = group.kills, group.peak_bytes
+            kills = group.kills
+            peak = group.peak_bytes
             small = watch(group.command([*python, ""]), **given)
     except linux.NoMemoryLimitError as err:
         pytest.skip(f"NO MEMORY LIMIT HERE: {err}")

@@ -222,7 +222,8 @@ def test_model_files_are_named_by_the_workflow_or_a_row(tmp_path):
 @pytest.fixture
 def gate(monkeypatch):
     """Event awaited by every run, unless the run is stopped."""
-    event, inner = threading.Event(), Workflow.run
+    event = threading.Event()
+    inner = Workflow.run
 
     def waiting(workflow, *, on_progress):
         with workflow.host.opened(workflow.folders, device=workflow.device):
@@ -255,7 +256,9 @@ def test_one_workflow_runs_and_the_next_one_waits(rig, gate):
 
 
 def test_progress_of_the_running_workflow_comes_with_a_poll(rig, monkeypatch):
-    begun, go_on, inner = threading.Event(), threading.Event(), Workflow.run
+    begun = threading.Event()
+    go_on = threading.Event()
+    inner = Workflow.run
     halfway = NodeProgress(**SAMPLER, done=500, total=1000)
 
     def run(workflow, *, on_progress, **_):

@@ -30,7 +30,8 @@ def test_every_page_in_use_is_locked_once(seed):
     draw = random.Random(seed)
     memory = map_memory(PAGES * PAGE)
     driver = LimitedPageLock(limit=draw.choice([3, 1000]))
-    pages, locked = SharedPages(driver), list[torch.Tensor]()
+    pages = SharedPages(driver)
+    locked = list[torch.Tensor]()
     for _ in range(60):
         if locked and draw.random() < 0.4:
             pages.unlock_pages(locked.pop(draw.randrange(len(locked))))

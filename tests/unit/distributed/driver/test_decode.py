@@ -150,7 +150,8 @@ def test_workers_compute_in_the_dtype_that_is_asked_for(tile_pools, job, decode)
 
 @SLOW
 def test_slow_tile_limits_the_tiles_in_memory(tile_pools, decode):
-    ahead, go_on = threading.Event(), threading.Event()
+    ahead = threading.Event()
+    go_on = threading.Event()
     done: list[int] = []
     early: list[int] = []
 
@@ -307,7 +308,8 @@ def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
             # On a busy machine this worker could make all tiles before the other takes a second.
             time.sleep(0.02)
         if worker.rank == 1 and worker.tiles == 1:
-            enough, until = worker.begun + 3, time.monotonic() + LIMIT_S
+            enough = worker.begun + 3
+            until = time.monotonic() + LIMIT_S
             while worker.begun < enough and time.monotonic() < until:
                 time.sleep(0.01)
             worker.hangs = True
@@ -475,7 +477,8 @@ def test_the_worker_that_has_least_decides():
 def test_workers_on_cpus_share_the_ram_of_their_machine():
     room = LONG.device_bytes(None)
     here = replace(facts(room), device="cpu", machine="here")
-    alone, two = tiles(here, weight_bytes=0), tiles(here, here, weight_bytes=0)
+    alone = tiles(here, weight_bytes=0)
+    two = tiles(here, here, weight_bytes=0)
     assert LONG.fit(alone, room, shared=True), "frames lie in the same memory"
     assert LONG.fit(two, room // 2, shared=True)
     assert two.pixels < alone.pixels

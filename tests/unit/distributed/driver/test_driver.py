@@ -22,7 +22,8 @@ from wanstream.sampling import steps as sampling
 from wanstream.schema import Mesh, MeshError, OffloadPolicy, StateError
 from wanstream.tests.support.distributed.fake_pool import FakePool, FakeWorker, Fault, driver_of
 
-STEPS, SWITCH = 6, 3
+STEPS = 6
+SWITCH = 3
 LAYERWISE = OffloadPolicy.layerwise(1)
 CFG = Mesh(cfg=2)
 DATA_CFG = Mesh(data=2, cfg=2)
@@ -367,7 +368,8 @@ def test_an_error_of_a_worker_ends_the_run_and_names_it(mesh, run):
 )
 def test_a_run_that_is_stopped_leaves_all_workers_usable(mesh, error, run, request_of):
     pool = FakePool(mesh.size, step_s=0.01)
-    driver, stop = driver_of(pool, mesh), threading.Event()
+    driver = driver_of(pool, mesh)
+    stop = threading.Event()
 
     def on_step(step: sampling.StepProgress) -> None:
         if step.done == 2:

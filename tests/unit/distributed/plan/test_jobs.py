@@ -19,7 +19,8 @@ def grids(draw: st.DrawFn) -> tuple[list[list[range]], int]:
     items = []
     for _ in range(draw(st.integers(1, 7))):
         counts = draw(st.lists(st.integers(0, 3), min_size=stages, max_size=stages).filter(any))
-        first, steps = draw(st.integers(0, 2)), []
+        first = draw(st.integers(0, 2))
+        steps = []
         for count in counts:
             steps.append(range(first, first + count))
             first += count
@@ -37,7 +38,8 @@ class Simulation:
     """Groups that step, finish, fail and are repaired in random order, with invariants checked."""
 
     def __init__(self, schedule: JobSchedule, seed: int, *, losses: float) -> None:
-        self.schedule, self.losses = schedule, losses
+        self.schedule = schedule
+        self.losses = losses
         self.chance = random.Random(seed)
         self.computed: list[tuple[GroupId, int, int]] = []
         """(group, item, step) for every step."""
@@ -92,7 +94,8 @@ class Simulation:
                 self.schedule.finish(group)
             return
         assignment = self.stands[group]
-        item, step = assignment.item, self.next_step[assignment.item]
+        item = assignment.item
+        step = self.next_step[assignment.item]
         if self.chance.random() < self.losses:
             self._drop(group, assignment, step)
         elif step < assignment.steps.stop:
@@ -214,7 +217,8 @@ def test_a_fast_first_stage_waits_for_the_second():
 
 def test_illegal_transitions_are_refused():
     new, going = (schedule_of([[range(2), range(2, 4)]], max_restarts=1) for _ in range(2))
-    first, second = GroupId(0, 0), GroupId(0, 1)
+    first = GroupId(0, 0)
+    second = GroupId(0, 1)
     assignment = going.next()
     going.start(assignment)
     for wrong in (

@@ -14,7 +14,8 @@ COSTS = st.sampled_from((0.0, 0.5, 1.0, 3.0, 10.0))
 
 @st.composite
 def _runs(draw: st.DrawFn) -> tuple[list[str], list[float]]:
-    high, low = draw(st.integers(0, 6)), draw(st.integers(0, 6))
+    high = draw(st.integers(0, 6))
+    low = draw(st.integers(0, 6))
     experts = ["high"] * high + ["low"] * (low or not high)
     return experts, draw(st.lists(COSTS, min_size=len(experts), max_size=len(experts)))
 

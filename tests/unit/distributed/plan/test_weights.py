@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from wanstream.distributed.plan import weights
 
-MS, GB = 1e-3, 10**9
-BLOCK, BLOCKS = 702_788_608, 80
+MS = 1e-3
+GB = 10**9
+BLOCK = 702_788_608
+BLOCKS = 80
 
 _SIZES = {"workers": 8, "block_bytes": BLOCK, "blocks": BLOCKS, "free_bytes": 5 * GB}
 _COPIES = {"h2d_s": 28.1 * MS, "h2d_concurrent_s": 28.2 * MS, "shard_h2d_s": 3.6 * MS}

@@ -49,7 +49,8 @@ def test_a_run_on_another_thread_is_reported_and_ends(pool, make_task, alone):
 
 
 def test_a_killed_worker_is_lost_and_can_be_replaced(pool, make_task, alone):
-    killed, task = pool.workers[0], make_task()
+    killed = pool.workers[0]
+    task = make_task()
     run = killed.run(task, lambda _: killed.kill())
     after = killed.run(make_task(), ignore)
     with pytest.raises(WorkerLostError) as lost:
@@ -68,7 +69,8 @@ def test_a_killed_worker_is_lost_and_can_be_replaced(pool, make_task, alone):
 def test_closing_ends_the_run_and_its_thread(make_task):
     before = set(threading.enumerate())
     pool = InProcessPool("cpu")
-    begun, go_on = threading.Event(), threading.Event()
+    begun = threading.Event()
+    go_on = threading.Event()
 
     def on_report(step):
         begun.set()

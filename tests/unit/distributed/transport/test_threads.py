@@ -11,7 +11,8 @@ LIMIT_S = 10
 
 
 def test_a_thread_that_waits_keeps_nothing_of_its_last_call():
-    thread, given = WorkThread("test"), torch.zeros(1)
+    thread = WorkThread("test")
+    given = torch.zeros(1)
     kept = weakref.ref(given)
     assert thread.submit(torch.Tensor.item, given).result(LIMIT_S) == 0
     del given

@@ -48,7 +48,8 @@ def test_experts_are_opened_where_the_path_map_says(worker, make_task, experts_r
 
 
 def test_steps_are_told_with_a_state_that_goes_on_elsewhere(worker, make_task):
-    task, reports = make_task(handover_s=0.0, preview_s=0.0), Reports()
+    task = make_task(handover_s=0.0, preview_s=0.0)
+    reports = Reports()
     ended = worker.run(task, reports)
     assert [step.record for step in reports] == list(ended.timeline.steps)
     assert [step.record.index for step in reports] == [0, 1, 2, 3]
@@ -83,7 +84,8 @@ def test_states_are_handed_over_at_intervals(worker, make_task):
 
 
 def test_the_last_state_of_a_run_that_failed_can_be_requested(worker, make_task):
-    task, wanted = make_task(), Reports()
+    task = make_task()
+    wanted = Reports()
     worker.run(make_task(handover_s=0.0), wanted)
     assert worker.last_state(task.run_id) is None
     seen: list[StepReport] = []
@@ -95,7 +97,8 @@ def test_the_last_state_of_a_run_that_failed_can_be_requested(worker, make_task)
 
     with pytest.raises(SamplingCancelled):
         worker.run(task, on_report)
-    kept, third = worker.last_state(task.run_id), wanted[2].state
+    kept = worker.last_state(task.run_id)
+    third = wanted[2].state
     assert kept.next_step == third.next_step == 3
     assert torch.equal(kept.latents, third.latents)
     assert worker.last_state("another run") is None
@@ -104,7 +107,8 @@ def test_the_last_state_of_a_run_that_failed_can_be_requested(worker, make_task)
 
 
 def test_a_stopped_worker_is_usable_at_once(worker, make_task, alone):
-    task, reports = make_task(), list[StepReport]()
+    task = make_task()
+    reports = list[StepReport]()
 
     def on_report(each: StepReport) -> None:
         reports.append(each)
@@ -119,7 +123,8 @@ def test_a_stopped_worker_is_usable_at_once(worker, make_task, alone):
 
 
 def test_facts_are_those_of_this_process(worker, tmp_path):
-    there, gone = tmp_path / "there", tmp_path / "gone"
+    there = tmp_path / "there"
+    gone = tmp_path / "gone"
     there.write_bytes(b"abc")
     facts = worker.facts([str(there), str(gone)])
     assert facts.pid == os.getpid()

@@ -111,7 +111,8 @@ def test_policy_is_chosen_for_one_worker_within_the_budget():
 
 def test_equal_runs_get_the_same_plan_and_measure_once():
     machine = Mock(return_value=GPU)
-    planned, run = WorkersPlanner(), a_run(WorkersRef(count=2))
+    planned = WorkersPlanner()
+    run = a_run(WorkersRef(count=2))
     first = planned.plan(run, machine)
     assert planned.plan(replace(run, shape=a_shape()), machine) is first
     assert machine.call_count == 1

@@ -34,7 +34,8 @@ class FakeWorker:
     """Worker that responds at once, or never."""
 
     def __init__(self, pool: FakePool, rank: int) -> None:
-        self._pool, self.rank = pool, rank
+        self._pool = pool
+        self.rank = rank
 
     def call(self, method: str) -> Future[None]:
         self._pool.said.append(method)
@@ -55,7 +56,8 @@ class FakePool:
     """Pool with recorded calls."""
 
     def __init__(self, ref: WorkersRef, device: torch.device) -> None:
-        self.ref, self.device = ref, device
+        self.ref = ref
+        self.device = device
         self.said: list[str] = []
         self.is_gone = self.hangs = False
         self.usable = True

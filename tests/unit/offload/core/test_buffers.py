@@ -9,7 +9,8 @@ from wanstream.offload.core.buffers import BlockBuffer, BufferState
 from wanstream.plan.programs import BlockKey
 from wanstream.schema import StateError
 
-KEY, OTHER = BlockKey("high", 3), BlockKey("low", 4)
+KEY = BlockKey("high", 3)
+OTHER = BlockKey("low", 4)
 ABSENT = BufferState.ABSENT
 EMPTY = BufferState.EMPTY
 FILLING = BufferState.FILLING

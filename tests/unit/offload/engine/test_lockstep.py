@@ -25,7 +25,8 @@ class Model:
     """Block stack whose calls enter a lockstep, as a model's hooks do."""
 
     def __init__(self, stack: nn.ModuleList, engine: OffloadEngine) -> None:
-        self.stack, self.engine = stack, engine
+        self.stack = stack
+        self.engine = engine
 
     def begin(self, passes: int) -> None:
         calls = PassCalls("high", PassOrders(blocks=BLOCKS), passes)

@@ -143,7 +143,8 @@ def spans_held() -> int:
 
 
 def test_a_long_run_keeps_only_the_last_steps_reads(weights):
-    held, before = [], spans_held()  # other tests in the process may still hold recorders
+    held = []
+    before = spans_held()  # other tests in the process may still hold recorders
 
     def count(visit: int) -> None:
         if visit == STEPS * BLOCKS - 1:

@@ -57,7 +57,8 @@ def plain(stacks: dict, order: Sequence[int]) -> torch.Tensor:
     return plainly({"": [stacks["high"][block] for block in order]}, [""])
 
 
-WHOLE, INTERLEAVED = (0, 1, 2, 3, 4, 5), (0, 4, 1, 2, 5, 3)
+WHOLE = (0, 1, 2, 3, 4, 5)
+INTERLEAVED = (0, 4, 1, 2, 5, 3)
 COURSES = {
     "in order": [WHOLE] * 4,
     "interleaved": [INTERLEAVED] * 4,

@@ -80,7 +80,8 @@ def write(tmp_path):
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory) -> Path:
     """File with every readable type, every field type, and a 5D tensor with a shape field."""
-    path, random = tmp_path_factory.mktemp("gguf") / "all.gguf", np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("gguf") / "all.gguf"
+    random = np.random.default_rng(0)
     writer = GGUFWriter(path, "wan")
     writer.add_string("note", "smörgås")
     writer.add_array("tokens", ["a", "bc", ""])
@@ -108,7 +109,8 @@ def everything(tmp_path_factory) -> Path:
 
 
 def test_places_and_bytes_are_those_of_the_package(everything):
-    header, reader = read_gguf_header(everything), GGUFReader(everything)
+    header = read_gguf_header(everything)
+    reader = GGUFReader(everything)
     assert header.metadata == {"general.architecture": "wan", "note": "smörgås"}
     assert list(header.tensors) == [tensor.name for tensor in reader.tensors]
     read = read_tensors(header.tensors)

@@ -63,7 +63,8 @@ CASES = [*zip(FORMS, itertools.cycle([torch.float32, torch.float16, torch.bfloat
 def test_a_kernel_has_the_bits_of_torch(interpreted, monkeypatch, form, computed):
     monkeypatch.setattr(one_pass, "_kernels", lambda: interpreted)
     stored, shape, scale = one_pass.sample(form)
-    expected, found = torch.empty(shape, dtype=computed), torch.full(shape, 7, dtype=computed)
+    expected = torch.empty(shape, dtype=computed)
+    found = torch.full(shape, 7, dtype=computed)
     decode_tensor(stored, expected, packing=form.packing, scale=scale)
     assert form.has_kernel
     one_pass.launch(stored, found, form.packing, scale, {})

@@ -30,7 +30,8 @@ class Gated(TensorSource):
         values = [torch.full((NBYTES,), number + 1).byte() for number in range(BLOCKS)]
         super().__init__({BlockKey("high", at): {"w": each} for at, each in enumerate(values)})
         self.started = [threading.Event() for _ in range(BLOCKS)]
-        self._read, self._lock = read, lock
+        self._read = read
+        self._lock = lock
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
         self.started[key.block].set()

@@ -129,7 +129,8 @@ def test_a_slot_is_refilled_when_its_copy_has_drained(slots, source):
     scaled = []
     source.scales = scaled.append
     slots.resize(resident(), 1)
-    slot, waited = read(slots, source, 0, KEYS[0]), []
+    slot = read(slots, source, 0, KEYS[0])
+    waited = []
     assert scaled == [KEYS[0]], "scales come with the block, not when it is fetched"
     slot.drained = lambda: waited.append(bytes(host_bytes(slot.memory)[:1]))
     read(slots, source, 0, KEYS[1])

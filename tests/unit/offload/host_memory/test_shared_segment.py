@@ -180,7 +180,8 @@ def test_blocks_of_killed_ranks_are_filled_again(start, folder):
 
 @pytest.mark.integration
 def test_opening_sweeps_out_dead_segments_of_other_models(start, folder):
-    dead, living = start(1, "dead")[0], start(1, "living")[0]
+    dead = start(1, "dead")[0]
+    living = start(1, "living")[0]
     assert dead.call("fill(0)") == living.call("fill(0)") == filled(0, reads=True)
     dead.kill()
     assert len(list(folder.iterdir())) == 2

@@ -71,7 +71,8 @@ def test_device_residents_become_ram_residents_last():
 
     10 slots are for every second one.
     """
-    on_device, one = spread_evenly(20, 40), {"high": 40}
+    on_device = spread_evenly(20, 40)
+    one = {"high": 40}
     for blocks, in_ram in ((10, 10), (20, 20), (25, 20)):
         high = ram_residency_of(policy(20, ram_blocks=blocks), one).residency.residents["high"]
         assert len(high) == blocks

@@ -320,7 +320,8 @@ def test_a_run_in_windows_can_be_calibrated(open_pair, make_windowed):
         return calibrate(request, partial(run, open_pair()), source="a test").ratios
 
     assert ratios(ContextWindows(frames=FRAMES, overlap=0)) == ratios(None)
-    moving, still = ratios(MOVING), ratios(STILL)
+    moving = ratios(MOVING)
+    still = ratios(STILL)
     assert moving != still
     assert len(moving) == len(still) == 2
     for side in (*moving, *still):

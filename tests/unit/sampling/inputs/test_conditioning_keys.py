@@ -116,7 +116,8 @@ def test_objects_that_refer_to_each_other_are_searched_once():
         each.others = web
     accept(from_next_year=web)
     assert Looked.looks == 5
-    Looked.looks, web[3].inner = 0, [TENSOR]
+    Looked.looks = 0
+    web[3].inner = [TENSOR]
     with pytest.raises(ConditioningError, match="carries a tensor"):
         accept(from_next_year=web)
 

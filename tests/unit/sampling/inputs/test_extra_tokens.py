@@ -28,7 +28,9 @@ from wanstream.tests.support.sampling.runs import (
 from wanstream.wan import Nag
 
 CONTROL = {"in_channels": 52, "reference": True}
-VIDEO_TOKENS, IMAGE_TOKENS, REFERENCE_TOKENS = 12, 10, 6
+VIDEO_TOKENS = 12
+IMAGE_TOKENS = 10
+REFERENCE_TOKENS = 6
 SOURCE = normal(1, 16, 2, 4, 6, seed=31)
 IMAGE = normal(1, 16, 1, 4, 10, seed=32)
 REFERENCE = normal(1, 16, 1, 4, 6, seed=33)
@@ -114,7 +116,8 @@ def test_sides_with_other_tokens_are_counted_apart(short_pair, make_request):
 
 def test_both_sides_share_one_copy_on_the_device(make_request):
     def contexts(**changes):
-        request, meta = make_request(tokens=CONTEXT, **changes), torch.device("meta")
+        request = make_request(tokens=CONTEXT, **changes)
+        meta = torch.device("meta")
         lanes = LaneInputs(request, meta).lanes(request.noise.to(meta), (0, 1))
         return [lane.behind[0].latents for lane in lanes]
 

@@ -38,7 +38,8 @@ def test_images_are_cropped_around_the_centre_then_scaled(height, width, rows, c
 
 
 def test_start_images_end_images_and_grey_between():
-    start, end = torch.rand(2, 50, 100, 3), torch.rand(3, 40, 45, 4)
+    start = torch.rand(2, 50, 100, 3)
+    end = torch.rand(3, 40, 45, 4)
     alone, video = (video_with_start_end(start, last, SQUARE) for last in (None, end))
     assert alone.shape == video.shape == (9, 32, 32, 3)
     assert torch.equal(video[:2], alone[:2])

@@ -108,7 +108,8 @@ def test_short_blocks_poll_before_each_only(open_pair, make_request):
 
 
 def test_long_blocks_on_a_cpu_stop_inside(open_pair):
-    pair, large = open_pair(), (1, 16, 5, 128, 160)
+    pair = open_pair()
+    large = (1, 16, 5, 128, 160)
 
     def stops(shape: tuple[int, ...] = large, device: torch.device = CPU) -> bool:
         return RunPolicy(pair, LAYERWISE, device, shape=shape, sides=(0, 0)).stops_inside

@@ -88,7 +88,8 @@ def test_weights_move_once_for_all_windows(open_pair, make_long):
 
 
 def test_memory_and_time_are_estimated_by_windows(open_pair, make_long):
-    pair, request = open_pair(), make_long(batch=2)
+    pair = open_pair()
+    request = make_long(batch=2)
     most = max(len(WINDOWS.at(step, FRAMES)) for step in range(5))
     assert request.computed_shape == (2 * most, 16, 3, 4, 6)
     assert make_long(windows=None).computed_shape == (1, 16, FRAMES, 4, 6)

@@ -33,7 +33,8 @@ from wanstream.tests.support.sampling.runs import (
 from wanstream.wan import Nag
 
 NAG = Nag(scale=5.0, tau=1.5, alpha=0.5)
-VIDEO_TOKENS, IMAGE_TOKENS = 12, 10
+VIDEO_TOKENS = 12
+IMAGE_TOKENS = 10
 SCALE = 1.75
 ALL_SIDES = (Side.POSITIVE, Side.NO_CONTEXT, Side.NEGATIVE)
 SOURCE = normal(1, 16, 2, 4, 6, seed=31)

@@ -50,7 +50,8 @@ def test_switch_step(steps, shift, name):
 @pytest.mark.parametrize("steps", [1, 2, 20, 27, 122, 1000])
 def test_simple_is_comfyuis_to_the_bit(steps, shift):
     table = [np.float32(k) / np.float32(1000) for k in range(1, 1001)]
-    one, s = np.float32(1), np.float32(shift)
+    one = np.float32(1)
+    s = np.float32(shift)
     shifted = [s * u / (one + np.float32(shift - 1) * u) for u in table]
     expected = [float(shifted[-(1 + int(i * (1000 / steps)))]) for i in range(steps)] + [0.0]
     schedule = simple_schedule(steps, shift)

@@ -14,7 +14,10 @@ from wanstream.wan.lora.file import open_lora
 from .test_file import WEIGHT as Q_WEIGHT
 from .test_file import Q, layer
 
-ROWS, COLUMNS, RANK, ALPHA = 256, 512, 4, 2.0
+ROWS = 256
+COLUMNS = 512
+RANK = 4
+ALPHA = 2.0
 FP32 = torch.float32
 AT_ONCE = "wanstream.offload.transfers.weight_patch._values_at_once"
 WEIGHT = "blocks.1.ffn.net.2.weight"

@@ -15,7 +15,8 @@ RSLORA = {"r": 4, "lora_alpha": 16, "use_rslora": True}
 PLAIN = {"r": 4, "lora_alpha": 16}
 PIPELINE = {f"transformer.{name}": value for name, value in RSLORA.items()}
 PEFT_FIELD = "lora_adapter_metadata"
-NATIVE, DIFFUSERS = "diffusion_model.blocks.0.self_attn.q", "base_model.model.blocks.1.attn1.to_q"
+NATIVE = "diffusion_model.blocks.0.self_attn.q"
+DIFFUSERS = "base_model.model.blocks.1.attn1.to_q"
 
 
 def write(folder, *, name="adapter_model", config=None, metadata=None, kohya=False, alpha=None):

@@ -15,7 +15,8 @@ from wanstream.tests.support.wan.number_formats import MixedLayout
 from wanstream.wan.measurement import arithmetic as module
 from wanstream.wan.measurement import measured_arithmetic, with_resolved_precision
 
-CPU, FP32 = torch.device("cpu"), torch.float32
+CPU = torch.device("cpu")
+FP32 = torch.float32
 
 
 @pytest.fixture(autouse=True)

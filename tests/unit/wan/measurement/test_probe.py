@@ -36,7 +36,8 @@ def test_sample_block_has_the_shape_and_finite_results(shape):
 
 @EACH
 def test_operations_are_those_that_torch_counts(shape):
-    meta, counted = torch.device("meta"), FlopCounterMode(display=False)
+    meta = torch.device("meta")
+    counted = FlopCounterMode(display=False)
     once = block_pass(random_block(shape, meta), shape, 300, meta)
     with counted:
         once()

@@ -16,12 +16,15 @@ from wanstream.wan.transformer.block import BlockSettings, WanBlock
 from wanstream.wan.transformer.nag import guide
 from wanstream.wan.transformer.per_frame_timestep import FrameModulation
 
-CPU, FP32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
+CPU = torch.device("cpu")
+FP32 = torch.float32
+BF16 = torch.bfloat16
 ERROR = {FP32: 1e-5, BF16: 1e-2}
 """Relative error in a block's change to the input, against the exact set. comfy-kitchen rounds
 the modulation to bf16 too."""
 NAG = Nag(scale=5.0, tau=1.5, alpha=0.5)
-TOKENS, IMAGE = 271, 17
+TOKENS = 271
+IMAGE = 17
 
 
 def math_of(name, dtype=FP32):
@@ -100,7 +103,8 @@ def case_of(form, dtype):
 def test_values_are_those_of_diffusers(name, form, dtype, chunk):
     """The exact set is bit-equal to diffusers, and chunks change no bit in any set."""
     block, given = case_of(form, dtype)
-    expected, before = by_hand(block, given), given[0].clone()
+    expected = by_hand(block, given)
+    before = given[0].clone()
     ours = WanBlock(block, BlockSettings(math=math_of(name, dtype), nag=NAG))
     found = computed(ours, *given, chunk_tokens=chunk)
     assert found.dtype == dtype
@@ -182,7 +186,8 @@ def test_no_token_gets_a_copy_of_its_rows(chunk):
 
 def test_attention_to_an_image_is_added_to_the_guided_one():
     block, (hidden, rows, temb, tables) = case_of("image", FP32)
-    attn, negative = block.attn2, rows[:, :5].neg()
+    attn = block.attn2
+    negative = rows[:, :5].neg()
     ours = WanBlock(block, BlockSettings(nag=NAG))
     query = attn.norm_q(attn.to_q(hidden))
 
@@ -190,7 +195,8 @@ def test_attention_to_an_image_is_added_to_the_guided_one():
         heads = (each.unflatten(2, (2, -1)).transpose(1, 2) for each in (query, key, value))
         return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
 
-    image, text = rows[:, :IMAGE], rows[:, IMAGE:]
+    image = rows[:, :IMAGE]
+    text = rows[:, IMAGE:]
     texts = (text, negative)
     each = [attended(attn.norm_k(attn.to_k(words)), attn.to_v(words)) for words in texts]
     image_part = attended(attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image))

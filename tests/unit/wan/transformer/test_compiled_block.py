@@ -86,7 +86,8 @@ def test_loras_of_any_rank_beside_codes_need_no_new_graph(codes, originals, monk
     """With a patch, comfy-kitchen's kernel cannot activate tokens: no graph may depend on it."""
     monkeypatch.setattr(Int8Linear, "compute", Int8Linear._by_torch)
     compiler = Counting()
-    given, results = block_inputs(9), []
+    given = block_inputs(9)
+    results = []
     for original in originals:
         block = WanBlock(original, BlockSettings(compiler=compiler))
         layers = _set_codes(block, codes, 0)
@@ -219,7 +220,8 @@ def test_inductor_computes_the_same_with_one_graph(pair, make_request, tmp_path,
     request = make_request()
     plain = latents_of(pair, request)
     pair.kernels = Kernels(compiler=INDUCTOR)
-    first, second = latents_of(pair, request), latents_of(pair, request)
+    first = latents_of(pair, request)
+    second = latents_of(pair, request)
     assert graphs() == 1
     assert torch.equal(first, second)
     assert 0 < distance(first, plain) < 1e-5

@@ -13,7 +13,8 @@ from wanstream.tests.support.wan.blocks import with_our_blocks
 from wanstream.tests.support.wan.opened_experts import plain_velocity
 from wanstream.wan import Lane, forward_lanes
 
-T2V, I2V = 16, 36
+T2V = 16
+I2V = 36
 
 
 @pytest.fixture

@@ -121,7 +121,8 @@ def test_parts_of_a_video_equal_the_whole_video(make_tiny_expert):
         front=(TokenPart(latents=latents[:, :, :1]),),
         behind=(TokenPart(latents=latents[:, :, 3:], positions=Positions(start=(3.0, 0.0, 0.0))),),
     )
-    (expected,), (velocity,) = _forward(model, whole), _forward(model, parted)
+    (expected,) = _forward(model, whole)
+    (velocity,) = _forward(model, parted)
     # Not to the last bit: the patch embedding chooses its kernel by patch count.
     assert distance(velocity, expected[:, :, 1:3]) <= ROUNDING
     (untimed,) = _forward(model, replace(parted, timestep_scales=None))
@@ -182,7 +183,8 @@ class Measured:
 def test_cache_measures_the_video_alone(model, shares, rank, expected):
     """Tokens 6 to 23 among 32 are the video's. A rank has one part."""
     front = TokenPart(latents=normal(1, 16, 1, 4, 6, seed=3))
-    lane, seen = _lane(front=(front,), behind=_behind(_contexts([(1, 4, 8)]))), Measured()
+    lane = _lane(front=(front,), behind=_behind(_contexts([(1, 4, 8)])))
+    seen = Measured()
     with torch.no_grad():
         found = _local_slice(slice(6, 24), 32, lambda tokens: tokens.chunk(shares, dim=1)[rank])
         forward_lanes(model, [lane], torch.tensor([TIME]), lambda _: nullcontext(), shortcut=seen)

@@ -265,7 +265,8 @@ class Tries:
     """Decode that raises `error` for tiles above a size."""
 
     def __init__(self, fits: int, error: Exception | None = None) -> None:
-        self._fits, self._error = fits, error
+        self._fits = fits
+        self._error = error
         self.sizes: list[int] = []
         self.left: list[weakref.ref[torch.Tensor]] = []
 
@@ -281,7 +282,8 @@ class Tries:
 
 
 def test_tiles_get_smaller_until_they_fit():
-    tries, changes = Tries(fits=80), []
+    tries = Tries(fits=80)
+    changes = []
     assert retry_with_smaller_tiles(tries, NEED, None, changes.append) == "decoded in 64"
     assert tries.sizes == [0, 88, 64]
     assert changes == [
