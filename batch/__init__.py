@@ -3,8 +3,6 @@
 They run on servers, or on backends from the caller.
 """
 
-from __future__ import annotations
-
 from .backend import (
     BatchBackend,
     Ended,

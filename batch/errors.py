@@ -1,7 +1,5 @@
 """Batch errors: at the start, and in backend requests."""
 
-from __future__ import annotations
-
 
 class SetupError(ValueError):
     """The batch cannot start with these rows, folders or backends. Nothing was run."""

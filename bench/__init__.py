@@ -1,7 +1,5 @@
 """Benchmark reports: figures, tables, a chart, documents, and a machine description."""
 
-from __future__ import annotations
-
 from .chart import report_chart
 from .documents import csv_document, html_document, json_document, summary
 from .figures import Spread, memory_bytes

@@ -8,8 +8,6 @@ python benchmarks/offload.py quick WORK     a small pair, about a minute, to che
 python benchmarks/offload.py gpu WORK PART  one part of the GPU case (see offload_case/gpu_case.py)
 """
 
-from __future__ import annotations
-
 from wanstream.benchmarks.offload_case.command import main
 
 if __name__ == "__main__":

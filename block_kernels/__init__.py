@@ -4,8 +4,6 @@ Each implementation returns the reason if it is not available. A test on the dev
 implementations.
 """
 
-from __future__ import annotations
-
 from .attention import (
     ATTENTIONS,
     INDUCTOR,

@@ -1,7 +1,5 @@
 """Compute devices: clocks, memory figures, out-of-memory errors, default compute dtype."""
 
-from __future__ import annotations
-
 from .clock import Clock, DeviceEvent, clock_for, compute_device
 from .compute_dtype import AUTO, ComputeDtype, auto_dtype, common_dtype, dtype_name, resolve_dtype
 from .cpu_share import thread_notes

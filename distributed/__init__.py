@@ -1,7 +1,5 @@
 """Runs on several processes: Ray places workers, torch.distributed carries tensors."""
 
-from __future__ import annotations
-
 from .clusters import BUILTIN_CLUSTERS, cluster_named, read_clusters
 from .driver.decode import decode_in_shared_tiles, tiles_by_memory
 from .driver.driver import Driver

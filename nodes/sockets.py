@@ -3,8 +3,6 @@
 All carry values. They are comparable and cheap to keep in ComfyUI's caches.
 """
 
-from __future__ import annotations
-
 from ..host import io
 
 Experts = io.Custom("WANSTREAM_EXPERTS")

@@ -1,7 +1,5 @@
 """Weight streaming for the blocks in any module, independent of models, samplers and ComfyUI."""
 
-from __future__ import annotations
-
 from .core.pages import host_bytes, map_memory
 from .engine.attach import attach_offload, hook_module
 from .engine.binding import AbsentWeightError

@@ -1,7 +1,5 @@
 """Decisions about policies and the order of weight transfers. Standard library only."""
 
-from __future__ import annotations
-
 from ..schema import OffloadPolicy
 from .candidates import Candidates
 from .costs import AutoOffload, BlockCosts, Budgets, RunCosts, StepCosts

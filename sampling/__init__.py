@@ -1,7 +1,5 @@
 """Denoising: requests, schedules, solvers, and the loop for all hosts and devices."""
 
-from __future__ import annotations
-
 from .cache import EasyCache, FirstBlockCache, MagCache
 from .calibrate import calibrate
 from .denoise import check_fits, denoise, denoise_steps

@@ -3,8 +3,6 @@
 Standard library only.
 """
 
-from __future__ import annotations
-
 from .addresses import LOOPBACK, is_loopback
 from .errors import Cancelled, StateError
 from .mesh import Mesh, MeshError, lanes_of_rank, largest_share

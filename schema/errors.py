@@ -1,7 +1,5 @@
 """Errors raised by several packages."""
 
-from __future__ import annotations
-
 
 class StateError(RuntimeError):
     """Call in the wrong order. The message names the object, its state and the call."""

@@ -1,7 +1,5 @@
 """Shapes of Wan runs, and run costs for the planner. Standard library only."""
 
-from __future__ import annotations
-
 from .block_times import ArithmeticChoice, BlockTimes, block_rates, choose_arithmetic
 from .context_windows import BLENDS, ContextWindows, Windows
 from .expert import (

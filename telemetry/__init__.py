@@ -1,7 +1,5 @@
 """Measurement of runs: step events, memory samples, recorded timelines, traces."""
 
-from __future__ import annotations
-
 from .merge import concatenate_timelines, merge_timelines, shift_step, shift_timeline
 from .phases import PhaseRegistry, QueueItemPhases
 from .recorder import Recorder, TelemetryOptions

@@ -1,7 +1,5 @@
 """Writers for the small test models: real file names and layouts, tiny random weights."""
 
-from __future__ import annotations
-
 from .experts import make_lora, save_expert_file, save_expert_folder, save_lora
 from .folder import TinyModelError
 from .model import model_names, write_tiny_model

@@ -4,8 +4,6 @@ ComfyUI imports our nodes, and with them this package, at startup. The modules h
 diffusers and transformers inside functions only.
 """
 
-from __future__ import annotations
-
 from .experts.engine import ExpertEngine
 from .experts.mismatches import (
     GuidedStep,

@@ -1,7 +1,5 @@
 """The machine around the devices: RAM, page locks and the folder of caches."""
 
-from __future__ import annotations
-
 from .available_ram import available_bytes, insufficient_ram, limited_groups
 from .cache_files import cache_folder, sync_folder, write_json, write_whole
 from .shared_pages import PageLock

@@ -1,7 +1,5 @@
 """Embedded host: runs API workflows of our nodes without ComfyUI."""
 
-from __future__ import annotations
-
 from .adapter import EmbeddedHost
 from .events import NodeProgress
 from .files import Folders

@@ -1,7 +1,5 @@
 """Host workers: the user's clusters, the running workers, and the plan for a run."""
 
-from __future__ import annotations
-
 from .clusters import cluster, cluster_names
 from .plan import SharedRun, wire_notes
 from .registry import StartPool, check_ray, gpus_of, start_pool

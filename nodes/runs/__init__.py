@@ -1,7 +1,5 @@
 """Runs behind the nodes: sampling, decoding, benchmarks, and their files."""
 
-from __future__ import annotations
-
 from .preview import PREVIEW_PIXELS
 from .video_file import write_video
 

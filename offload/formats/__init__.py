@@ -1,7 +1,5 @@
 """Storage formats: safetensors, GGUF, fp8, and block layouts in memory."""
 
-from __future__ import annotations
-
 from .decode import FP8_DTYPES, decode_tensor, decode_work_bytes
 from .gguf_header import read_gguf_fields, read_gguf_header
 from .layout import BlockFormat, copy_together, piece_name, pieces_by_parameter, streamed_names

@@ -1,7 +1,5 @@
 """Probes for this machine: rates of disks, buses, devices and links between workers."""
 
-from __future__ import annotations
-
 from .gather import probe_gather
 from .machine import (
     probe_bus,

@@ -1,7 +1,5 @@
 """Weight sources: checkpoint files, modules, and weights quantised while they are read."""
 
-from __future__ import annotations
-
 from .base import BlockSource, InsufficientRamError
 from .file import FileSource, read_scales, read_tensors
 from .joined import joined_source

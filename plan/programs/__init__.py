@@ -1,7 +1,5 @@
 """Transfer and RAM slot programs: compiled from visits, verified and simulated."""
 
-from __future__ import annotations
-
 from .buffer_sizes import BufferSizes, plan_buffers
 from .ram_program import (
     DIRECT,

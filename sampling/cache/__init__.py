@@ -1,7 +1,5 @@
 """Step caches: first-block cache, EasyCache and MagCache with its calibration."""
 
-from __future__ import annotations
-
 from .base import Stage, StepLanes
 from .mag_table import NEAR_SIGMA, MagTable
 from .settings import PRESETS, CacheSettings, EasyCache, FirstBlockCache, MagCache

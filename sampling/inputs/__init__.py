@@ -1,7 +1,5 @@
 """Run inputs: requests, checks, native ComfyUI values, masks."""
 
-from __future__ import annotations
-
 from .batching import merge_requests, split_request
 from .conditioning import leftover_sigma, marked_latent, native_inputs, native_latent, side_tokens
 from .conditioning_keys import IMAGE_EMBEDDING_KEY

@@ -1,7 +1,5 @@
 """Steps of a run: noise levels, solvers, CFG sides, context windows, worker shares, errors."""
 
-from __future__ import annotations
-
 from .context_windows import StepWindows, computed_shape
 from .errors import (
     InsufficientMemoryError,

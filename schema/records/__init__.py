@@ -1,7 +1,5 @@
 """Records for a run: the timeline, advice on the policy, and notices to the user."""
 
-from __future__ import annotations
-
 from .advice import Advice
 from .notices import Notice, NoticeLevel
 from .timeline import (

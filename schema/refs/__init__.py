@@ -1,7 +1,5 @@
 """References to experts and workers, as sent in graphs, commands and messages."""
 
-from __future__ import annotations
-
 from .experts import Arithmetic, Attention, CodeFormat, ExpertsRef, KernelSet, LoraRef, Storage
 from .workers import (
     GOALS,

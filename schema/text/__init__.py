@@ -1,7 +1,5 @@
 """Texts: numbers in messages, JSON and file names."""
 
-from __future__ import annotations
-
 from .file_names import windows_fault, windows_name
 from .json_text import JsonTextError, parse_json
 from .numbers import (

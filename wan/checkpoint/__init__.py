@@ -1,7 +1,5 @@
 """Wan checkpoints: file formats, key names, model detection and models on the meta device."""
 
-from __future__ import annotations
-
 from .files import ModelVersion, model_version
 from .key_names import native_transformer_name
 from .markers import header_settings, marker_settings, own_layers

@@ -1,7 +1,5 @@
 """Latent spaces and latent files."""
 
-from __future__ import annotations
-
 from .file import read_latent, tensor_digest, write_latent
 from .space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normalise, space_of
 

@@ -1,7 +1,5 @@
 """Wan block measurements on a device: rate, times by part, and the faster arithmetic."""
 
-from __future__ import annotations
-
 from .arithmetic import measured_arithmetic, with_resolved_precision
 from .meter import METERED_TOKENS, measure_block, quick_case
 from .probe import BlockVariant, block_pass, probe_block, random_block

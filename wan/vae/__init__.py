@@ -1,7 +1,5 @@
 """Wan2.1 and Wan2.2 VAEs: weights, encoding, decoding in tiles, memory estimates."""
 
-from __future__ import annotations
-
 from .memory import GB, HEAP_BYTES, DecodeNeeds, VaeMemoryError, choose_tiling, shared_tiling
 from .tiles import TileBlender, Tiling, TilingError, crop, empty_frames
 from .tiny import BY_FILE_NAME, LATENT_SCALES, RAW, TinyDecoder

@@ -1,7 +1,5 @@
 """Compiled blocks and attention kernels on a GPU: one graph, the same video, no more memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._dynamo.utils import counters

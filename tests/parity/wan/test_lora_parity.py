@@ -1,7 +1,5 @@
 """LoRAs on streamed experts, against diffusers' fused LoRA and manual sums."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs of whole models, without streaming."""
 
-from __future__ import annotations
-
 from types import MappingProxyType
 
 import torch

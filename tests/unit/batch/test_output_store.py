@@ -1,7 +1,5 @@
 """Batch output folder: checks, names, and repeated renames."""
 
-from __future__ import annotations
-
 import os
 
 import av

@@ -1,7 +1,5 @@
 """The planner's run and predicted timelines: estimates equal the engine's figures and real runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

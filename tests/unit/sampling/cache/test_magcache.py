@@ -1,7 +1,5 @@
 """MagCache: ratios and results equal to diffusers', and refused tables from another run."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

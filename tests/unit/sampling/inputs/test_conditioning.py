@@ -1,7 +1,5 @@
 """Conversion of native CONDITIONING and LATENT, and refusals by name."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

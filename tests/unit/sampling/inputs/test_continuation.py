@@ -1,7 +1,5 @@
 """Condition for a clip that continues another one: SVI's filling, and refusals with numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """DenoiseRequest: refusals with their messages, and the step plan."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

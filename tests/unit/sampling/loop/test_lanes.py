@@ -1,7 +1,5 @@
 """A step's lanes: number, names and contents."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch

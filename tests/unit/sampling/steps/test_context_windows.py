@@ -1,7 +1,5 @@
 """Runs with context windows, compared with windows computed one by one, and with no windows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

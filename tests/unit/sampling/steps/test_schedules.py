@@ -1,7 +1,5 @@
 """Schedules compared with ComfyUI's formula, diffusers' UniPC and a switch step table."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

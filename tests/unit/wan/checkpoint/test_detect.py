@@ -1,7 +1,5 @@
 """Wan variants, refused by class name, header or tensors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import nullcontext

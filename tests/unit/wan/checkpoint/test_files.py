@@ -1,7 +1,5 @@
 """Folders: shards and their index, the only variant, refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

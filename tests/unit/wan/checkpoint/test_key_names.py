@@ -1,7 +1,5 @@
 """Native names must be the exact inverse of diffusers' converter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from diffusers import WanTransformer3DModel

@@ -1,7 +1,5 @@
 """Opened experts: each parameter's location and value in every layout and GGUF, named faults."""
 
-from __future__ import annotations
-
 import functools
 import json
 

@@ -1,7 +1,5 @@
 """Bytes of a pair in every storage, as predicted before a read, and quantised blocks."""
 
-from __future__ import annotations
-
 import logging
 import math
 import sys

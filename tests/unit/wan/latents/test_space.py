@@ -1,7 +1,5 @@
 """The two latent spaces: statistics, and conversion between raw and normalised latents."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from diffusers import AutoencoderKLWan

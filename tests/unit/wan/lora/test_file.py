@@ -1,7 +1,5 @@
 """LoRA files opened by header: matched parameters, scales and refusals."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

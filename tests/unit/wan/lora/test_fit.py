@@ -1,7 +1,5 @@
 """LoRA changes that fit an expert, are left out with a note, or are refused with both shapes."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """LoRA file keys: each spelling's meaning, and keys without a meaning."""
 
-from __future__ import annotations
-
 import pytest
 
 from wanstream.tests.support.wan.opened_experts import wan_config

@@ -1,7 +1,5 @@
 """LoRA scales without alpha tensors: header fields, PEFT's adapter_config.json next to the file."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Block times in each arithmetic, and by part."""
 
-from __future__ import annotations
-
 import torch
 
 from wanstream.shapes import ExpertShape

@@ -1,7 +1,5 @@
 """`forward_lanes` against the model's forward: bit-equal for one lane and for several."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

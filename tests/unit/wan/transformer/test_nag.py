@@ -1,7 +1,5 @@
 """Normalized attention guidance: formula. `test_block.py` has the attention to both texts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

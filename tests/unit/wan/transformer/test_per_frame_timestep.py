@@ -3,8 +3,6 @@
 `experts/test_open.py` has the file formats.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tiles cover the picture and nothing beyond it, and blending takes the estimated memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
