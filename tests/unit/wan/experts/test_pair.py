@@ -524,7 +524,7 @@ def matrices_of(pair, policy):
 
 def _segments() -> set[str]:
     """Return this process's mapped files in shared memory."""
-    lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     mapped = [line for line in lines if f"{SHM}/{PREFIX}" in line and "deleted" not in line]
     return {line.split()[-1] for line in mapped}
 
