@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +21,12 @@ from .workflow.validate import NodeRules, Socket, Verdict, sockets_of, validate_
 
 ObjectInfo: TypeAlias = Mapping[str, Mapping[str, Any]]
 """A server's description of every node class."""
+
+ELSEWHERE = Path("/wanstream-folder-on-the-server").absolute()
+"""Stands for the server's folders in checks of output names. No such folder exists here.
+
+It is at the root because messages show longer paths without their folders.
+"""
 
 
 def described_sockets(info: ObjectInfo) -> Sockets:
@@ -43,25 +48,17 @@ def faults_elsewhere(
         own: classes whose own checks can run here.
         any_file: by class, an input that accepts any file, not only the listed choices.
     """
-    # Checks of output names need a folder. The server's is not accessible, so an empty one
-    # replaces it. The server's GPUs are unknown too: the device is a CPU, for which no check
-    # limits the number of workers.
-    with TemporaryDirectory() as temporary:
-        parent = Path(temporary).resolve()
-        empty = parent / "output"
-        empty.mkdir()
-        folders = Folders(models=empty, output=empty, input=empty)
-        host = EmbeddedHost()
-        with host.opened(folders, device=torch.device("cpu")):
-            classes = {node["class_type"] for node in prompt.values()}
-            rules = {
-                name: _rules(info[name], own.get(name), any_file.get(name)) for name in classes
-            }
-            if not any(each.is_output for each in rules.values()):
-                return ["the workflow has no node that saves or shows anything"]
-            lines = validate_nodes(prompt, rules, host.files).lines()
-        # The temporary folder stands for the server's folder with the same name.
-        return [line.replace(f"\nfolder: {parent}", "") for line in lines]
+    # The server's GPUs are unknown: the device is a CPU, for which no check limits the number of
+    # workers.
+    folders = Folders(models=ELSEWHERE, output=ELSEWHERE, input=ELSEWHERE)
+    host = EmbeddedHost()
+    with host.opened(folders, device=torch.device("cpu")):
+        classes = {node["class_type"] for node in prompt.values()}
+        rules = {name: _rules(info[name], own.get(name), any_file.get(name)) for name in classes}
+        if not any(each.is_output for each in rules.values()):
+            return ["the workflow has no node that saves or shows anything"]
+        lines = validate_nodes(prompt, rules, host.files).lines()
+    return [line.replace(str(ELSEWHERE), "output") for line in lines]
 
 
 def refusal_text(answer: Mapping[str, Any]) -> str:
