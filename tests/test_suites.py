@@ -5,9 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -64,16 +62,16 @@ def test_suite_follows_from_files_among_the_arguments(tmp_path, arguments, suite
 
 
 def test_processes_fit_into_free_ram(request, monkeypatch):
+    conftest = request.config.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
     monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "8")
-    free = SimpleNamespace(available=3.9e9)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
-    processes = partial(request.config.hook.pytest_xdist_auto_num_workers, config=request.config)
-    assert processes() == 1
-    free.available = 4.1e9
-    assert processes() == 2
-    free.available = 2.9e9
-    with pytest.raises(pytest.UsageError, match=r"need 3 GB .* 2\.9 GB are free"):
-        processes()
+
+    def processes(free: float) -> int:
+        monkeypatch.setattr(conftest, "available_bytes", lambda: free)
+        return request.config.hook.pytest_xdist_auto_num_workers(config=request.config)
+
+    assert [processes(free) for free in (3.9e9, 4.1e9, 64e9)] == [1, 2, 8]
+    with pytest.raises(pytest.UsageError, match=r"need 3 GB .* 2\.96 GB are free"):
+        processes(2.96e9)
 
 
 def test_every_test_is_in_exactly_one_suite(suites, collected):
