@@ -75,16 +75,17 @@ class Int8Linear(ScaledLinear):
         Without VNNI, oneDNN shifts token codes to 0 to 255 and adds two neighbouring products in
         16 bits, which saturate: 2 * 255 * 127 is too much, 2 * 255 * 64 is not.
         """
+        tokens = len(codes)
+        if tokens < FEWEST_INT8_TOKENS and codes.device.type != "cpu":
+            # CUDA refuses fewer tokens, so zeros are added and cut off again.
+            codes = nn.functional.pad(codes, (0, 0, 0, FEWEST_INT8_TOKENS - tokens))
         if self.halves:
             # w = 2 (w >> 1) + (w & 1). The shift keeps the sign, so negative codes are right too.
             sums = torch._int_mm(codes, (self.weight >> 1).t()).mul_(2)
-            return sums.add_(torch._int_mm(codes, (self.weight & 1).t()))
-        # CUDA refuses fewer tokens, so zeros are added and cut off again.
-        missing = FEWEST_INT8_TOKENS - len(codes)
-        if missing <= 0 or codes.device.type == "cpu":
-            return torch._int_mm(codes, self.weight.t())
-        padded = nn.functional.pad(codes, (0, 0, 0, missing))
-        return torch._int_mm(padded, self.weight.t())[: len(codes)]
+            sums.add_(torch._int_mm(codes, (self.weight & 1).t()))
+        else:
+            sums = torch._int_mm(codes, self.weight.t())
+        return sums if len(sums) == tokens else sums[:tokens]
 
     def _by_kitchen(self, tokens: torch.Tensor, activation: str | None) -> torch.Tensor:
         """Multiply with comfy-kitchen. The last digits differ. The package must be imported."""

@@ -24,7 +24,7 @@ from wanstream.nodes.loaders import WanStreamLora, WanStreamOneExpert
 from wanstream.sampling import denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.refs import ExpertsRef
-from wanstream.shapes import ArithmeticChoice
+from wanstream.shapes import FEWEST_INT8_TOKENS, ArithmeticChoice
 from wanstream.testing.experts import make_lora, save_expert_file, save_lora
 from wanstream.testing.model import T2V_FILE
 from wanstream.tests.support.host.embedded import embedded_host
@@ -69,6 +69,22 @@ def test_torch_multiplies_on_a_cpu(dtype, multiply, name, monkeypatch):
     kitchen = "comfy-kitchen: its kernels are for NVIDIA GPUs"
     assert choice.words.startswith(f"int8 matrices are multiplied by {name} on cpu ({kitchen}")
     assert ("its product is wrong" in choice.words) == (multiply is in_16_bits)
+
+
+def test_halves_on_a_device_with_sums_in_16_bits(gpu, monkeypatch):
+    gpu.need_fake("a GPU adds in 32 bits")
+
+    def multiply(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        assert len(codes) >= FEWEST_INT8_TOKENS, "refused by CUDA"
+        return in_16_bits(codes, weight)
+
+    monkeypatch.setattr(torch, "_int_mm", multiply)
+    assert choose_multiplication.__wrapped__("int8", gpu.device, FP32).name == "torch, in halves"
+    layer = Int8Linear(torch.nn.Linear(8, 2, device="meta"))
+    layer.halves = True
+    codes = torch.full((3, 8), 127, dtype=torch.int8, device=gpu.device)
+    layer.weight = torch.nn.Parameter(codes[:2], requires_grad=False)
+    assert layer.code_sums(codes).cpu().tolist() == [[8 * 127**2] * 2] * 3
 
 
 @pytest.mark.parametrize(
