@@ -142,8 +142,8 @@ def measure(name: str, case: Case, into: torch.Tensor) -> dict[str, float]:
         decode_tensor(stored, into, packing=packing, scale=scale)
 
     def by_torch() -> None:
-        # Without device families, `decode_tensor` uses no kernel but torch's operations.
         families = one_pass.FAMILIES
+        # Without device families, `decode_tensor` uses no kernel but torch's operations.
         one_pass.FAMILIES = ()
         decode()
         one_pass.FAMILIES = families

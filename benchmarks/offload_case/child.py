@@ -59,9 +59,9 @@ def _run_wanstream(task: Task, folders: dict[str, Path], device: torch.device) -
     options: dict[str, Any] = {} if variant.direct is None else {"direct": variant.direct}
     if variant.storage != "as stored":
         options["storage"] = variant.storage
-    # The clock starts after the imports, so variants are compared without them.
     import_rss = memory_bytes("VmRSS")
     before = process_usage()
+    # The clock starts after the imports, so variants are compared without them.
     start = time.perf_counter()
     with open_experts(folders["high"], folders["low"], compute_dtype=DTYPE, **options) as pair:
         engine = pair.engine(variant.policy, device)

@@ -190,8 +190,8 @@ class ForwardHooks:
             self._close()
 
     def _close(self) -> None:
-        # The field is cleared first: after an error in `close`, the next forward begins a session.
         session = self._session
+        # The field is cleared first: after an error in `close`, the next forward begins a session.
         self._session = None
         if session is not None:
             session.close()

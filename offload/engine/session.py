@@ -312,8 +312,8 @@ class StreamSession:
         self.state = SessionState.PREDICTED
 
     def _end_program(self, error: BaseException | None = None) -> None:
-        # The field is cleared first: if the exit raises, the next call still starts a program.
         run = self._run
+        # The field is cleared first: if the exit raises, the next call still starts a program.
         self._run = None
         if run is None:
             return

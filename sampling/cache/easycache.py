@@ -86,9 +86,9 @@ class EasySteps(StepCache):
             self._samples = {}
         elif step == self._step:
             self._samples = self._before
-        # A copy, because this step replaces entries.
         self._stage = stage
         self._step = step
+        # A copy, because this step replaces entries.
         self._before = dict(self._samples)
         if step in self._always:
             return {}

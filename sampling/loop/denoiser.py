@@ -117,9 +117,9 @@ class Denoiser:
         schedule = self.step_plan.schedule
         sigma = schedule.sigmas[step]
         guidance = self.step_plan.guidance[step]
+        latents = self.latents
         # A copy, because a scheduler changes its history before the step is known to be finite and
         # finished.
-        latents = self.latents
         solver = self._solver.copy()
         state = latents if self._masked is None else self._masked.model_input(latents, sigma)
         windows = windows_at(self._request, step)

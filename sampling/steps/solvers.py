@@ -140,9 +140,9 @@ class Solver:
 
     def copy(self) -> Solver:
         """Return an independent solver with the same history."""
+        other = copy(self)
         # Shallow, except for lists: schedulers replace the tensors in their history, but shift its
         # lists in place.
-        other = copy(self)
         other._scheduler = copy(self._scheduler)
         for name, value in vars(self._scheduler).items():
             if isinstance(value, list):

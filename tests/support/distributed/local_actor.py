@@ -92,8 +92,8 @@ class LocalActor:
         """See `Actor.restarted`."""
         assert started == "started"
         self.restarts += 1
-        self._killed = False
         self.service = self._make()
+        self._killed = False
 
     def has_ray(self):
         """See `Actor.has_ray`."""
