@@ -99,7 +99,7 @@ class Campaign:
         return [(kind, chance.randrange(self.count(kind))) for kind in kinds[:count]]
 
     def run(self, kind: Kind, number: int) -> Findings:
-        """Inject one fault, a case of its kind, and classify the remaining files.
+        """Inject one fault, a case of this kind, and classify the remaining files.
 
         Raise `SkippedError` if this machine cannot inject it.
         """
@@ -132,7 +132,7 @@ class Campaign:
         return self._files[world]
 
     def _points_of(self, world: str) -> int:
-        """Return the number of crash points in an undisturbed client."""
+        """Count the crash points in an undisturbed client."""
         world = "replaced" if world in _LIKE_REPLACED else world
         if world not in self._points:
             with computing_replaced(), self._on_stage(_first_kind(world)) as stage:
@@ -236,5 +236,5 @@ class Campaign:
         return ROWS[:REAL_ROWS] if world in {"real", "comfyui"} else ROWS
 
     def count(self, kind: Kind) -> int:
-        """Return the number of cases."""
+        """Return the case count."""
         return self._points_of(kind.world) if kind.cases is None else kind.cases

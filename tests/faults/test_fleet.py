@@ -61,7 +61,7 @@ class Machine:
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """A folder of models, the description of whose nodes is kept for the servers."""
+    """A models folder. Servers keep descriptions of the nodes for it."""
     monkeypatch.setattr(comfy_like, "object_info", cache(comfy_like.object_info))
     folder = named_models(tmp_path / "models", small_workflow())
     comfy_like.object_info(folder)

@@ -1,4 +1,4 @@
-"""The checked device itself, and product functions that wait for a device."""
+"""The checked device itself, and product functions with waits for a device."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, FEW]
 
 @pytest.fixture
 def split(processes):
-    """Processes that join as the ranks of a mesh, each on a different GPU."""
+    """Processes as ranks in a mesh, each on a different GPU."""
     made = SplitProcesses(processes, "cuda")
     yield made
     made.leave()

@@ -112,7 +112,7 @@ def template(server):
     return workflow
 
 
-# The numbers of bars at the samplers that take part, in runs that have ended.
+# The number of bars at each sampler, in runs that have ended.
 BARS = f"""() => {{ {FIND}
     const samplers = [...every({GRAPH})].filter(node => node.type === 'KSamplerAdvanced')
     return samplers.filter(node => node.mode === 0)

@@ -35,7 +35,7 @@ def job_grow(here, experts, cancelled):
         else:
             assert not cancelled
         rss.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
-    # By the 15th a run has been cancelled at all 14 polls, with the code that it loads.
+    # By the 15th a run has been cancelled at all 14 polls, and all code is loaded.
     return rss[-1] - rss[14]
 
 

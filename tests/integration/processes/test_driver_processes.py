@@ -207,7 +207,7 @@ def test_predicted_traffic_is_what_workers_receive(mesh, changes, processes, mak
 
 
 def job_drive_until_killed(here, task, mesh, states, handover_s, step):
-    """Run a task on a driver with workers of its own, and kill this process in a step."""
+    """Run a task on a driver with own workers, and kill this process in a step."""
     driver_module.handover_interval_s = lambda nbytes, groups: handover_s
 
     def on_step(progress):

@@ -88,7 +88,7 @@ def test_ranks_of_one_machine_hold_one_copy(policy, begun, experts, make_task):
     request = {"steps": 2, "switch_step": 1, "guidance": (1.0, 1.0)}
     task = make_task(experts=experts, policy=policy, request=request)
     first = begun[0].start(job_run, task).result()
-    # Weights streamed from files are in the page cache, which is not charged to a process.
+    # Weights streamed from files are in the page cache, and no process is charged.
     files = [*experts.high_noise.iterdir(), *experts.low_noise.iterdir()]
     cached = sum(file.stat().st_size for file in files) if policy is FILE else 0
     one = begun[0].start(job_taken).result() + cached

@@ -75,7 +75,7 @@ def test_a_worker_that_is_killed_at_a_tile_costs_no_frame(pool, tiny_pipeline):
 
 
 def _open_things(pids: list[int]) -> set[str]:
-    """Return resources that could stay open: sockets of `pids`, shared memory, processes."""
+    """Return resources of `pids` still open: sockets, shared memory, processes."""
     counts = {"processes": len(psutil.Process().children(recursive=True))}
     counts |= {f"connections of {pid}": len(psutil.Process(pid).net_connections()) for pid in pids}
     numbered = {f"{kind}: {at}" for kind, count in counts.items() for at in range(count)}

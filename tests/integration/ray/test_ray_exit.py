@@ -1,4 +1,4 @@
-"""Workers and Ray end with a process that imports the pack as ComfyUI does."""
+"""Workers and Ray end with a process with the pack imported as in ComfyUI."""
 
 import json
 import sys

@@ -87,7 +87,7 @@ def join(machines):
             where = ("--address", head) if number else first
             command = [Path(sys.executable).with_name("ray"), "start", *SMALL_RAY.split(), *where]
             machine = machines[number]
-            # No process in advance, as every worker starts its own.
+            # No process in advance: every worker starts one.
             settings = {"RAY_AUTH_MODE": "token", "RAY_prestart_worker_first_driver": "0"}
             command += ["--node-ip-address", machine.address]
             ray = programs.enter_context(started_on(machine, command, **settings))

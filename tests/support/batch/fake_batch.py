@@ -232,7 +232,7 @@ class Mishaps:
 
 
 class Bench:
-    """A client that can be started again and again on one folder. `limits` are the runners'."""
+    """A client to start again and again on one folder. `limits` are the runners'."""
 
     def __init__(self, folder, *servers, rows=ROWS, size=1, **limits):
         self.folder = folder

@@ -78,7 +78,7 @@ class Machine:
             self._first.communicate(timeout=WAIT_S)
             raise OSError(f"{name} does not start; the reason is in its output")
         (self._inside,) = psutil.Process(self._first.pid).children()
-        # Before the words of a program that is to run there.
+        # Before the words of a program to run there.
         self.enter = f"nsenter --target {self._inside.pid} --net --mount --uts --ipc --pid".split()
 
     def write(self, path: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Programs with a Ray of their own."""
+"""Programs with their own Ray."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ def environment(**changes):
 
 @contextmanager
 def started(command, **given):
-    """Yield a program with pipes, which is killed in the end."""
+    """Yield a program with pipes, and kill it in the end."""
     words = [*map(str, command)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen(words, text=True, **pipes, **given)

@@ -265,7 +265,7 @@ def test_only_script_in_web_names_every_module():
 
 
 def test_no_script_in_web_makes_elements_from_text():
-    """Texts come from prompts that anyone may post, and `dom.mjs` keeps them texts."""
+    """Texts come from prompts by anyone, and `dom.mjs` keeps them texts."""
     markup = re.compile(r"\w+HTML|DOMParser|\.write\(|createContextual|srcdoc")
     for file in WEB.rglob("*.*js"):
         assert not markup.findall(file.read_text(encoding="utf-8")), file.name

@@ -67,7 +67,7 @@ def test_a_loaded_state_is_the_saved_one(solver, make_task, states_of, tmp_path)
 
 
 def test_a_run_continued_from_a_file_gives_the_same_bits(make_task, states_of, tmp_path):
-    """The solver shifts the lists of its history in place."""
+    """The solver shifts lists in the history in place."""
     task = make_task(request={"solver": "unipc", "steps": 6, "switch_step": 3})
     states = states_of(task)
     saved_run(tmp_path, task.request).save(0, states[2])

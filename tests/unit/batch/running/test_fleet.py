@@ -21,7 +21,7 @@ STATUS_500 = errors.UnreachableError("it answers with status 500")
 
 @pytest.fixture
 def fleet_of(tmp_path):
-    """`fleet_of(*servers, rows=24, **given)` is a client that can be restarted in one folder."""
+    """`fleet_of(*servers, rows=24, **given)` is a client with restarts in one folder."""
 
     return lambda *servers, rows=24, **given: Bench(tmp_path, *servers, rows=rows, **given)
 

@@ -69,7 +69,7 @@ SIMPLE = simple_schedule(8, 5.0)
     ],
 )
 def test_steps_are_those_of_the_scheduler_to_the_bit(solver, scheduler, given, start):
-    """A scheduler is given its number of steps, or our sigmas."""
+    """A scheduler is given a number of steps, or our sigmas."""
     is_ours = not isinstance(given, int)
     scheduler.set_timesteps(**{"sigmas" if is_ours else "num_inference_steps": given})
     schedule = SIMPLE if is_ours else explicit_schedule(scheduler.sigmas)

@@ -29,7 +29,7 @@ from .variants import Vae
 EXPECTED = {
     **{name: {} for name in ("WanImageToVideo", "WanFirstLastFrameToVideo",
         "WanFunInpaintToVideo", "WanTrackToVideo", "WanMoveTrackToVideo")},
-    # The audio is a patch on the MODEL, which our nodes cannot take.
+    # The audio is a patch on the MODEL, and our nodes take none.
     "WanInfiniteTalkToVideo": {},
     # Without a camera it is an ordinary start image.
     "WanCameraImageToVideo": dict.fromkeys(("camera_conditions", "all"), "camera_conditions"),

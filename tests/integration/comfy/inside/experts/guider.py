@@ -267,7 +267,7 @@ def check_odd_sizes(side, *size):
 
 
 def check_batch(side):
-    """A batch is its samples, and moves the bytes of one, as in our sampler."""
+    """A batch equals single samples, and moves the bytes of one, as in our sampler."""
     zeros = torch.zeros(2, *SHAPE[1:])
     together = side.ours()
     alone = side.ours()

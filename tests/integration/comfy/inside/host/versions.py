@@ -137,7 +137,7 @@ def _(model):
 
 @case("layers_of")
 def _(_):
-    """Plain layers for a compute dtype as stored, else layers that cast."""
+    """Plain layers for a compute dtype as stored, else casting layers."""
     for cast, layers in ((None, ops.disable_weight_init), (torch.float32, ops.manual_cast)):
         assert versions.layers_of(configuration(), torch.float16, cast) is layers
 

@@ -121,7 +121,7 @@ def write_scaled_fp8(family, path, kind):
     """Write a checkpoint with scaled fp8 matrices, marked in the file's "metadata" or by a tensor.
 
     The tensor "scaled_fp8" is the oldest way, for which all matrices are scaled, and its values ask
-    for products in full precision. By the metadata, only those in blocks are scaled.
+    for products in full precision. By the metadata, only matrices in blocks are scaled.
     """
     stored = {}
     layers = {}
@@ -659,7 +659,7 @@ def check_marked_scales_in_another_dtype(files, dtype, layout):
 
 
 def check_markers_in_other_spellings(files):
-    """A layer's format by its bare name, in a tensor or in the header, next to the usual marker."""
+    """A layer's format by the bare name, in a tensor or in the header, next to the usual marker."""
     require(QUANT_ALGOS, MARKS)
     path, reference = (files.folder / f"{each}.safetensors" for each in ("marker", "reference"))
     quantised, stored = scaled_file(SCALED["one"])

@@ -361,7 +361,7 @@ def check_saved_files_are_those_of_comfyui(side, kind, dtype):
 
 
 def _roads(side, dtype, folder):
-    """Everything in ComfyUI that reads a streamed MODEL's weights."""
+    """Every reader of a streamed MODEL's weights in ComfyUI."""
 
     def merged(model):
         (both,) = nodes_model_merging.ModelMergeSimple().merge(side.native(dtype), model, 0.5)
