@@ -412,8 +412,10 @@ def check_chunks_halve_the_peak_of_a_block(models):
     assert torch.equal(*results)
     # The first call in chunks compares.
     whole, _, *chunked = peaks
-    # In 0.18.1 five activations of ten, with 20 KB of others.
-    most = 0.501 if versions.version().startswith("0.18.") else 0.5
+    # In 0.3.64 seven activations of twelve, and in 0.18.1 five of ten, with 20 KB of others.
+    shares = {"0.3.": 0.584, "0.18.": 0.501}
+    of_old = [share for start, share in shares.items() if versions.version().startswith(start)]
+    (most,) = of_old or [0.5]
     assert max(chunked) <= most * whole
 
 
