@@ -5,7 +5,6 @@ If one is missing on this machine, these tests are skipped and name it.
 
 import pytest
 
-from wanstream.tools.comfyui import find_comfyui
 from wanstream.tools.frontend import (
     CLASSIC,
     NODES_2,
@@ -15,7 +14,7 @@ from wanstream.tools.frontend import (
     running_browser,
 )
 
-from .overlay_page import HEIGHT, Page, serve
+from .overlay_page import HEIGHT, Page, need_frontend_of_0_4, serve
 
 RENDERERS = {"classic": CLASSIC, "nodes-2": NODES_2}
 
@@ -52,8 +51,8 @@ def renderer(request, server):
 
     `server` is requested first because it skips if a requirement is missing.
     """
-    if request.param == "nodes-2" and find_comfyui().version() < (0, 4):
-        pytest.skip("the Nodes 2.0 of this ComfyUI is a trial that shows no widgets of others")
+    if request.param == "nodes-2":
+        need_frontend_of_0_4("this Nodes 2.0 is a trial that shows no widgets of others")
     return request.param
 
 

@@ -186,6 +186,12 @@ def last_history(server):
     return entry
 
 
+def need_frontend_of_0_4(reason):
+    """Skip a test in the frontend of an older ComfyUI, for this reason."""
+    if find_comfyui().version() < (0, 4):
+        pytest.skip(reason)
+
+
 def serve(base, *nodes):
     """Yield a server with the test model and some of our nodes for tests."""
     try:

@@ -4,13 +4,12 @@ import json
 
 import pytest
 
-from wanstream.tools.comfyui import find_comfyui
 from wanstream.tools.frontend import GRAPH
 from wanstream.tools.graphs import by_name, numbered
 from wanstream.tools.templates import template
 
 from ..comfy.servers import ROOT, shipped
-from .overlay_page import SAMPLER, Page
+from .overlay_page import SAMPLER, Page, need_frontend_of_0_4
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
@@ -78,8 +77,7 @@ TOO_WIDE = """head => {
 
 @pytest.mark.parametrize("language", HEADS)
 def test_help_page_has_its_language_and_fits_the_panel(frontends, server, language):
-    if find_comfyui().version() < (0, 4):
-        pytest.skip("the panel of this ComfyUI is opened in another way")
+    need_frontend_of_0_4("the panel of this ComfyUI is opened in another way")
     page = Page(frontends.get(settings={"Comfy.Locale": language}), server)
     page.frontend.load_workflow(template("t2v"))
     page.look_at(SAMPLER)

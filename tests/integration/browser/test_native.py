@@ -8,7 +8,7 @@ import pytest
 from wanstream.tests.support.host.shipped import node
 from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, SharedFrontends
 
-from .overlay_page import FIND, SEEDS, SHOWN, Page, serve
+from .overlay_page import FIND, SEEDS, SHOWN, Page, need_frontend_of_0_4, serve
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
 
@@ -63,6 +63,8 @@ def frontends(browser, server):
     ],
 )
 def test_overlay_appears_at_a_sampler_of_comfyui(frontends, server, sampler, graph, renderer):
+    if renderer == NODES_2:
+        need_frontend_of_0_4("this Nodes 2.0 is a trial that shows no widgets of others")
     page = Page(frontends.get(settings=renderer), server)
     loaded = graph("tiny_wan_t2v.safetensors", "wan_t2v", next(SEEDS))
     page.page.evaluate("graph => window.app.loadApiJson(graph, 'native.json')", loaded)
@@ -126,6 +128,7 @@ INTO_THE_SUBGRAPH = f"""() => {{
 
 
 def test_template_of_comfyui_runs_with_loaders_exchanged(frontends, server):
+    need_frontend_of_0_4("this ComfyUI reads no VAE with the widths of the test model")
     frontend = frontends.get(settings=NODES_2)
     page = frontend.page
     frontend.load_workflow(template(server))

@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from wanstream.tools.frontend import GRAPH
+
 from .overlay_page import FIND, SAMPLER, WAIT_MS
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
@@ -91,8 +93,9 @@ def test_what_makes_the_video_wrong_is_a_message_too(classic):
 
 def test_guidance_with_a_lora_for_few_steps_is_noticed(classic):
     classic.load(steps=1)
-    with_lora = f"""const lora = window.LiteGraph.createNode('WanStreamLora')
-        window.app.rootGraph.add(lora)
+    with_lora = f"""const graph = {GRAPH}
+        const lora = window.LiteGraph.createNode('WanStreamLora')
+        graph.add(lora)
         find('{LOADER}').connect(0, lora, 'experts')
         lora.connect(0, find(title), 'experts')
         lora.widgets.find(widget => widget.name === 'high_noise').value = '{LORA}'"""

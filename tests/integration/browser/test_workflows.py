@@ -13,7 +13,7 @@ from wanstream.tools.templates import TITLES, template
 
 from ..comfy.servers import shipped
 from .conftest import RENDERERS
-from .overlay_page import add_to_ids
+from .overlay_page import add_to_ids, need_frontend_of_0_4
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
@@ -35,6 +35,9 @@ def content(exported, twin):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_frontend_misses_nothing_and_exports_the_api_twin(frontend, name):
     workflow = template(name)
+    known = frontend.page.evaluate("() => Object.keys(window.LiteGraph.registered_node_types)")
+    if missing := {each["class_type"] for each in shipped(name).values()}.difference(known):
+        need_frontend_of_0_4(f"this ComfyUI has no {', '.join(sorted(missing))}")
     frontend.load_workflow(workflow)
     assert frontend.complaints() == []
     exported = frontend.export()
@@ -68,6 +71,7 @@ def apart(one, other):
 
 
 def test_no_node_is_covered_or_outside_its_group_after_a_run(browser, server, renderer):
+    need_frontend_of_0_4("this ComfyUI lacks nodes in some workflows")
     populate_results(server.base)
     faults = []
     size = {"width": 2600, "height": 1600}
@@ -102,6 +106,7 @@ def test_no_node_is_covered_or_outside_its_group_after_a_run(browser, server, re
 
 
 def test_an_api_file_dropped_on_the_canvas_is_the_same_graph(frontend):
+    need_frontend_of_0_4("this ComfyUI lacks nodes in some workflows")
     for name in NAMES:
         frontend.load_prompt(numbered(shipped(name)))
         twin = by_name(shipped(name))
