@@ -74,6 +74,27 @@ def test_processes_fit_into_free_ram(request, monkeypatch):
         processes(2.96e9)
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize(("place", "status"), [("collection", 3), ("test", 1)])
+def test_a_run_with_a_crashed_process_ends_and_fails(tmp_path, place, status):
+    """A run with `--dist loadfile` would wait for ever, or succeed without tests."""
+    (tmp_path / "conftest.py").write_text(
+        "import os\n"
+        "from wanstream.tests.conftest import (\n"
+        "    pytest_configure, pytest_sessionfinish, pytest_testnodedown)\n"
+        "def pytest_collection_modifyitems():\n"
+        f"    if os.getenv('PYTEST_XDIST_WORKER') == 'gw1' and {place == 'collection'}:\n"
+        "        os._exit(9)\n"
+    )
+    crash = "n == 2 and os._exit(9)" if place == "test" else "pass"
+    for number in range(6):
+        (tmp_path / f"test_{number}.py").write_text(
+            f"import os, pytest\n@pytest.mark.parametrize('n', range(4))\ndef test_a(n): {crash}\n"
+        )
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", str(tmp_path)]
+    assert subprocess.run(command, cwd=tmp_path, timeout=100).returncode == status
+
+
 def test_every_test_is_in_exactly_one_suite(suites, collected):
     assert list(suites) == ["unit", "device", "integration", "slow"]
     assert collected

@@ -23,7 +23,7 @@ ObjectInfo: TypeAlias = Mapping[str, Mapping[str, Any]]
 """A server's description of every node class."""
 
 ELSEWHERE = Path("/wanstream-folder-on-the-server").absolute()
-"""Stands for the server's folders in checks of output names. No such folder exists here.
+"""Stands for the server's folders when output names are checked. No such folder exists here.
 
 It is at the root because messages show longer paths without their folders.
 """
@@ -48,7 +48,7 @@ def faults_elsewhere(
         own: classes whose own checks can run here.
         any_file: by class, an input that accepts any file, not only the listed choices.
     """
-    # The server's GPUs are unknown: the device is a CPU, for which no check limits the number of
+    # The server's GPUs are unknown: the device is a CPU, because checks for one allow any number of
     # workers.
     folders = Folders(models=ELSEWHERE, output=ELSEWHERE, input=ELSEWHERE)
     host = EmbeddedHost()

@@ -187,7 +187,7 @@ def last_history(server):
 
 
 def need_frontend_of_0_4(reason):
-    """Skip a test in the frontend of an older ComfyUI, for this reason."""
+    """Skip a test in an older ComfyUI's frontend, for this reason."""
     if find_comfyui().version() < (0, 4):
         pytest.skip(reason)
 

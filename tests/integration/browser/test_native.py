@@ -114,7 +114,7 @@ def template(server):
     return workflow
 
 
-# The number of bars at each sampler, in runs that have ended.
+# Bar counts at each sampler, in runs that have ended.
 BARS = f"""() => {{ {FIND}
     const samplers = [...every({GRAPH})].filter(node => node.type === 'KSamplerAdvanced')
     return samplers.filter(node => node.mode === 0)

@@ -19,7 +19,7 @@ def once(*uses: int) -> Callable[[int, OffloadPolicy], bool]:
 class ShortPair:
     """Pair wrapper that raises out-of-memory errors at chosen block uses.
 
-    The uses are counted over the run. With `behind`, uses of the module after the blocks count.
+    The uses are counted over the run. With `behind`, only the module after the blocks counts.
     """
 
     def __init__(

@@ -372,7 +372,7 @@ def _roads(side, dtype, folder):
         patch_weight = partial(changed.patch_weight_to_device, return_weight=True)
         return [patch_weight(key) + 0 for key in changed.patches]
 
-    # ComfyUI 0.3.64 patches a weight only in its place.
+    # ComfyUI 0.3.64 patches weights only in place.
     in_weights = {"patch": patched} if SAVES_LAZILY else {}
     return {
         "sample": lambda model: side.sample(model, steps=1),
